@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from benchmarks.stream import Contender, Feed
 from distcache.comm.world import World
 from distcache.config.tree import Config
-from distcache.engine.gradients import tensors_on_device
 from distcache.engine.step import Flight
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
@@ -34,7 +33,7 @@ MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY)
 AHEAD = 8
 """Steps that the threads of a cached mode hold beside those of L and P, at most."""
 
-_INDEX_BYTES = 8
+_INDEX_BYTES = 4
 """Indices on the device are int64."""
 
 
@@ -160,7 +159,9 @@ class DeviceParts:
                 index += 2 * shard.rows
                 rows += (2 * shard.rows + len(shard.slots)) * size
                 moving += (len(shard.fetch_slots) + len(shard.evict_slots)) * of.row_bytes
-        ids = [tensor for plan in flight.where for tensor in tensors_on_device(plan)]
+        ids: list[Tensor] = []
+        for plan in flight.where:
+            plan.mapped(lambda tensor: ids.append(tensor) or tensor)
         ids += [tensor for part in flight.lookups for bags in part for tensor in bags.tensors()]
         grads = [leaf.grad for leaf in flight.leaves]
         held = nbytes([*flight.leaves, *grads, *flight.result.sums.tensors()])

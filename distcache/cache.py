@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distcache.errors import MemoryTooSmallError, PlanError
-from distcache.ops.reference import check_rows, put_rows, take_rows
+from distcache.ops.reference import check_rows, put, take_rows
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.streams import Mark, Streams
 
@@ -38,7 +38,7 @@ class StateSlots:
 
 
 class StagingRing:
-    """`count` buffers of rows and their state, handed out in turn.
+    """`count` buffers of rows and their state, handed out in turn: one piece of memory each.
 
     A buffer is pinned where the device is a GPU, so that copies run beside the host and the
     device. It grows to the largest number of rows asked for, and is waited for (by the thread that
@@ -50,33 +50,31 @@ class StagingRing:
     ) -> None:
         """`widths`: D and S, elements of a row and of its state (S may be 0)."""
         self._widths, self._dtype, self._streams = widths, dtype, streams
-        self._buffers: list[tuple[Tensor, Tensor | None]] = [self._make(0)] * count
+        self._buffers = [self._make(0)] * count
         self._busy = [Mark()] * count
         self._next = 0
 
-    def take(self, rows: int) -> tuple[int, Tensor, Tensor | None]:
-        """The next buffer: its number, for `release`, and views `[rows, D]`, `[rows, S]` or None.
+    def take(self, rows: int) -> tuple[int, Tensor]:
+        """The next buffer: its number, for `release`, and `[rows * (D + S)]` of it.
 
         Raises MemoryTooSmallError where the host does not pin so much.
         """
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         self._streams.wait(self._busy[number])
-        if len(self._buffers[number][0]) < rows:
+        if len(self._buffers[number]) < rows * sum(self._widths):
             self._buffers[number] = self._make(int(rows * 1.25))  # so that it seldom grows
-        weight, state = self._buffers[number]
-        return number, weight[:rows], None if state is None else state[:rows]
+        return number, self._buffers[number][: rows * sum(self._widths)]
 
     def release(self, number: int, mark: Mark) -> None:
         """The buffer may be written again once `mark` is reached."""
         self._busy[number] = mark
 
-    def _make(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        like = {"dtype": self._dtype, "pin_memory": self._streams.asynchronous}
+    def _make(self, rows: int) -> Tensor:
         width, state = self._widths
+        pinned = self._streams.asynchronous
         try:
-            weight = torch.empty(rows, width, **like)
-            return weight, torch.empty(rows, state, **like) if state else None
+            return torch.empty(rows * (width + state), dtype=self._dtype, pin_memory=pinned)
         except RuntimeError as error:
             wanted = describe_bytes(rows * (width + state) * self._dtype.itemsize)
             raise MemoryTooSmallError(
@@ -87,8 +85,17 @@ class StagingRing:
             ) from error
 
 
+def in_one_piece(memory: Tensor, widths: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """The rows `[m, D]` and, where S > 0, their state `[m, S]` that lie in `[m * (D + S)]`, one
+    after the other; `widths`: D and S."""
+    dim, state = widths
+    rows = len(memory) // max(dim + state, 1)
+    first = memory[: rows * dim].view(rows, dim)
+    return first, memory[rows * dim :].view(rows, state) if state else None
+
+
 Index = Tensor | np.ndarray
-"""int64 `[m]`, on the CPU."""
+"""int32 or int64 `[m]`, on the CPU."""
 
 FREE = -1
 """`slot_row` of a slot that holds no row."""
@@ -106,8 +113,8 @@ class DeviceCache:
     the device; they are plain tensors, neither parameters nor buffers. What the slots hold is kept
     on the host in NumPy: `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]`
     (changed since its fill). The bookkeeping advances when the method is called; the device follows
-    in stream order. Slots and rows given to a method are int64 `[m]` on the CPU, slots distinct
-    where they are written. A slot that holds another row than it should raises PlanError, which
+    in stream order. Slots and rows given to a method lie on the CPU, slots are distinct where they
+    are written. A slot that holds another row than it should raises PlanError, which
     names both, before anything changes.
     """
 
@@ -158,8 +165,16 @@ class DeviceCache:
         """Bytes of weights and state on the device."""
         return self.weight.nbytes + (0 if self.state is None else self.state.nbytes)
 
-    def fill(self, slots: Index, rows: Index, weight: Tensor, state: Tensor | None) -> None:
-        """Put `rows`, just fetched, into free `slots`; they are clean.
+    def fill(
+        self,
+        slots: Index,
+        rows: Index,
+        weight: Tensor,
+        state: Tensor | None,
+        where: Tensor | None = None,
+    ) -> None:
+        """Put `rows`, just fetched, into free `slots`; they are clean. `where`: the slots on the
+        device, if they are there already.
 
         Rows of other ranks' homes are all named FOREIGN; their slots need not be free.
         `weight` `[m, D]`, `state` `[m, S]` or None, on any device; of a cache with `state_slots`
@@ -168,7 +183,6 @@ class DeviceCache:
         """
         at, new = self._slots(slots), _numpy(rows)
         held, own = self.slot_row[at], new != FOREIGN
-        stateful = at if self.state_slots is None else self.state_slots.of(at[own])
         taken = own & (held != FREE) & (held != FOREIGN) if self._validate else own[:0]
         if taken.any():
             i = int(np.argmax(taken))
@@ -177,29 +191,28 @@ class DeviceCache:
             )
         self.slot_row[at] = new
         self.dirty[at] = False  # a free slot is clean already, one of another home may not be
-        for target, places, values in ((self.weight, at, weight), (self.state, stateful, state)):
-            if target is not None and values is not None:
-                self._copy_in(target, places, values)
+        where = self._to_device(at) if where is None else where
+        self._copy_in(self.weight, where, weight)
+        if self.state is not None and state is not None:
+            if self.state_slots is not None:
+                where = self._to_device(self.state_slots.of(at[own]))
+            self._copy_in(self.state, where, state)
 
-    def read(self, slots: Index) -> tuple[Tensor, Tensor | None]:
-        """Copies of rows and their state on the device: `[m, D]`, `[m, S]` or None.
+    def read(self, slots: Index) -> Tensor:
+        """Copies of rows and their state on the device, `[m * (D + S)]`, for `in_one_piece`.
 
         A slot that was just evicted may be read until it is filled again.
         """
         at = self._slots(slots)
-        weight = self._taken(self.weight, at)
-        if self.state is None:
-            return weight, None
-        stateful = at if self.state_slots is None else self.state_slots.of(at)
-        return weight, self._taken(self.state, stateful)
-
-    def _taken(self, source: Tensor, at: np.ndarray) -> Tensor:
-        """Copies of rows of `source`, on the device."""
-        if self.device.type != "cpu":
-            return source.index_select(0, self._to_device(at))
-        out = torch.empty(len(at), source.shape[1], dtype=source.dtype)
-        take_rows(source.numpy(), at, out.numpy())
-        return out
+        where, widths = self._to_device(at), (self.dim, self.state_width)
+        memory = torch.empty(len(at) * sum(widths), dtype=self.dtype, device=self.device)
+        weight, state = in_one_piece(memory, widths)
+        _copy_out(self.weight, where, weight)
+        if self.state is not None and state is not None:
+            if self.state_slots is not None:
+                where = self._to_device(self.state_slots.of(at))
+            _copy_out(self.state, where, state)
+        return memory
 
     def part(self, slots: slice) -> tuple[Tensor, Tensor | None]:
         """Views of weight and state of consecutive slots, all of which have state."""
@@ -223,7 +236,7 @@ class DeviceCache:
     def evict(self, slots: Index, rows: Index) -> tuple[Tensor, Tensor]:
         """Free `slots`, which must hold exactly `rows`; the dirty ones among them.
 
-        Returns (slots, rows), int64 `[k]` each, on the CPU: what must be written back. Their
+        Returns (slots, rows) `[k]`, on the CPU: what must be written back. Their
         values stay readable (`read`) until the slots are filled again.
         """
         at, expected = self._slots(slots), _numpy(rows)
@@ -292,32 +305,36 @@ class DeviceCache:
         return weight, state
 
     def _slots(self, slots: Index) -> np.ndarray:
-        """`slots` as NumPy int64; PlanError for one outside [0, C)."""
+        """`slots` as NumPy; PlanError for one outside [0, C)."""
         at = _numpy(slots)
         check_rows(at, len(self.slot_row), "slot")
         return at
 
     def _held(self, slots: Index, verb: str) -> np.ndarray:
-        """`slots` as NumPy int64; PlanError for one that is free."""
+        """`slots` as NumPy; PlanError for one that is free."""
         at = self._slots(slots)
         free = self.slot_row[at] == FREE
         if free.any():
             raise PlanError(f"slot {at[int(np.argmax(free))]} holds no row: nothing to {verb}")
         return at
 
-    def _copy_in(self, target: Tensor, at: np.ndarray, values: Tensor) -> None:
+    def _copy_in(self, target: Tensor, where: Tensor, values: Tensor) -> None:
         """Write `values` to places of `target`; PlanError for another shape or dtype."""
-        if self.device.type == "cpu":
-            put_rows(target.numpy(), at, values.contiguous().numpy())
-        else:
-            values = values.to(self.device, non_blocking=True)
-            target.index_copy_(0, self._to_device(at), values)
+        put(target, where, values.to(self.device, non_blocking=True).contiguous())
 
     def _to_device(self, at: np.ndarray) -> Tensor:
         where = torch.from_numpy(at)
         if self.device.type == "cuda":
             where = where.pin_memory()
         return where.to(self.device, non_blocking=True)
+
+
+def _copy_out(source: Tensor, where: Tensor, out: Tensor) -> None:
+    """Copy rows of `source` to `out`, on its device."""
+    if source.device.type != "cpu":
+        torch.index_select(source, 0, where, out=out)
+    else:
+        take_rows(source.numpy(), where.numpy(), out.numpy())
 
 
 def _numpy(index: Index) -> np.ndarray:

@@ -9,13 +9,17 @@ same bits for every cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from distcache.errors import PlanError
+
+Change = Callable[[Tensor], Tensor]
+"""One tensor for another, such as that of the device for that of the CPU."""
 
 # -----------------------------------------------------------------------------
 # Which sharded rows of a step go from their homes to whom, and which way (`planner.shard`).
@@ -25,7 +29,7 @@ from distcache.errors import PlanError
 class Relay:
     """The second leg of a `Transfer`, among the L ranks of this node: rows that mates named too.
 
-    All int64, CPU: `passed` `[p]`: which of the rows that came from homes this rank hands on, for
+    All int32, CPU: `passed` `[p]`: which of the rows that came from homes this rank hands on, for
     local rank 0, then 1, ...; `pass_counts` `[L]`; `receive_counts` `[L]`: rows that come from each
     mate; `order` `[r]`: where the row of each of `Transfer.places` is among the rows that came from
     homes, followed by those from mates.
@@ -41,7 +45,7 @@ class Relay:
 class Transfer:
     """Rows of a step on their way from their homes to the ranks that named them.
 
-    All int64, CPU: `slots` `[s]`: this device's slots of the rows to send, for rank 0, then rank
+    All int32, CPU: `slots` `[s]`: this device's slots of the rows to send, for rank 0, then rank
     1, ...; `send_counts` `[W]`; `places` `[r]`: where in the rows of `ShardPlan.counts` each row
     that comes belongs, by home; `receive_counts` `[W]`: rows that each home itself sends here, all
     `r` of them without a `relay`.
@@ -54,10 +58,13 @@ class Transfer:
     relay: Relay | None = None
     """None where no rows are handed on: on one node, and on a rank that is alone on its node."""
 
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        own = [self.slots, self.places]
-        return own if self.relay is None else [*own, self.relay.passed, self.relay.order]
+    def mapped(self, change: Change) -> Transfer:
+        """The same with every tensor changed."""
+        relay = self.relay
+        if relay is not None:
+            relay = replace(relay, passed=change(relay.passed), order=change(relay.order))
+        slots, places = change(self.slots), change(self.places)
+        return replace(self, slots=slots, places=places, relay=relay)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class ShardPlan:
     """One rank's plan of the sharded rows of a step: cached by their homes alone.
 
     N: distinct sharded rows of this rank's ids, by home, then by first occurrence; H: those that
-    some rank named of this rank's home, in canonical order. All tensors: int64, CPU.
+    some rank named of this rank's home, in canonical order. Tensors lie on the
+    CPU, all int32, but row numbers int64.
     """
 
     distinct: int
@@ -107,6 +115,17 @@ class ShardPlan:
         """Those that there are."""
         return [self.late] if self.early is None else [self.early, self.late]
 
+    def mapped(self, change: Change) -> ShardPlan:
+        """See `StepPlan.mapped`."""
+        return replace(
+            self,
+            slots=change(self.slots),
+            source_rows=change(self.source_rows),
+            fetch_slots=change(self.fetch_slots),
+            early=self.early and self.early.mapped(change),
+            late=self.late.mapped(change),
+        )
+
 
 def _shard_problems(shard: ShardPlan) -> dict[str, bool]:
     """The cheap laws of one plan of sharded rows, and whether each is broken."""
@@ -143,7 +162,7 @@ def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
     return {
         "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
         "a sharded row's slot lies outside the cache": not _inside(shard.slots, slots),
-        "a sharded row arrives twice or never": not torch.equal(arriving, torch.arange(shard.rows)),
+        "a sharded row arrives twice or never": not _counts_up(arriving, shard.rows),
         "sharded rows are sent that nobody asked for": any(
             not bool(torch.isin(own, asked).all()) for own, asked in zip(sent, named, strict=True)
         ),
@@ -158,6 +177,11 @@ def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
         ),
         "a sharded slot of the step is evicted without being filled": not _filled_again(shard),
     }
+
+
+def _counts_up(values: Tensor, count: int) -> bool:
+    """Whether they are 0, 1, ... `count` - 1."""
+    return torch.equal(values, torch.arange(count, dtype=values.dtype))
 
 
 def _inside(values: Tensor, limit: int | None) -> bool:
@@ -185,7 +209,7 @@ def _wrongly_passed(transfer: Transfer) -> bool:
         return False
     by_mate = relay.passed.split(relay.pass_counts)
     return (
-        not torch.equal(relay.order.sort().values, torch.arange(len(transfer.places)))
+        not _counts_up(relay.order.sort().values, len(transfer.places))
         or not bool(((relay.passed >= 0) & (relay.passed < came)).all())
         or any(len(rows.unique()) != len(rows) for rows in by_mate)
     )
@@ -193,7 +217,8 @@ def _wrongly_passed(transfer: Transfer) -> bool:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One rank's plan of one step for one group of tables. All tensors: int64, CPU.
+    """One rank's plan of one step for one group of tables. Tensors lie on the CPU, all int32, but
+    row numbers int64.
 
     U: distinct rows of the global batch (the replicated ones); R: those of this rank's ids; n: this
     rank's ids; W: ranks; M: rows to fetch over all homes. Of a group with sharded rows, the N rows
@@ -226,6 +251,8 @@ class StepPlan:
     """`[W]`: how many of `source_rows` come from each rank."""
     fetch: Tensor
     """`[M]`: canonical indices of the rows to fetch, by home."""
+    fetch_slots: Tensor
+    """`[M]`: slots that the fetched rows fill."""
     fetch_counts: tuple[int, ...]
     """`[W]`: how many of `fetch` each home reads from its store."""
     fetch_rows: Tensor
@@ -266,15 +293,24 @@ class StepPlan:
         """Distinct rows of the global batch, replicated and sharded."""
         return self.distinct + (0 if self.shard is None else self.shard.distinct)
 
-    @property
-    def fetch_slots(self) -> Tensor:
-        """`[M]`: slots that the fetched rows fill."""
-        return self.slots[self.fetch]
-
     def home_slice(self, home: int) -> slice:
         """The canonical rows of one home."""
         start = sum(self.home_counts[:home])
         return slice(start, start + self.home_counts[home])
+
+    def mapped(self, change: Change) -> StepPlan:
+        """The same with those tensors changed that movement and collectives read on the device."""
+        touched, sources = self.touched, self.source_rows
+        if len(self.home_counts) > 1:  # a rank alone sends no gradients
+            touched, sources = change(touched), change(sources)
+        return replace(
+            self,
+            slots=change(self.slots),
+            fetch_slots=change(self.fetch_slots),
+            touched=touched,
+            source_rows=sources,
+            shard=self.shard and self.shard.mapped(change),
+        )
 
 
 def check_plan(plan: StepPlan) -> None:

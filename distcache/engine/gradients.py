@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,90 +27,121 @@ from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link,
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
-from distcache.ops.reference import put
-from distcache.step_plan import ShardPlan, StepPlan, Transfer
+from distcache.ops.reference import SegmentChunks, put
+from distcache.step_plan import Change, ShardPlan, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of one all-reduce of the flat dense gradient."""
 
 # -----------------------------------------------------------------------------
-# A step's index tensors on the device: once for all that reads them, ahead.
+# A step's index tensors: on the device once for all that reads them, ahead.
+
+
+_ALIGNED = 512
+"""Bytes at whose multiples tensors of a parcel begin, as the device's own memory does."""
+
+
+def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of CPU tensors on `device`, for which nobody waits: themselves where they lie there.
+
+    All come with one copy, from memory that is pinned, and lie in one piece there.
+    """
+    if device.type != "cuda":
+        return list(tensors)
+    ends = list(accumulate(-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors))
+    parcel = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=True)
+    starts = [0, *ends]
+
+    def views(memory: Tensor) -> list[Tensor]:
+        return [
+            memory[start : start + of.nbytes].view(of.dtype).view(of.shape)
+            for start, of in zip(starts, tensors, strict=False)
+        ]
+
+    for part, of in zip(views(parcel), tensors, strict=True):
+        np.copyto(part.numpy(), of.detach().numpy())
+    return views(parcel.to(device, non_blocking=True))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`, for which nobody waits; itself where it lies there."""
-    if device.type != "cuda" or tensor.device == device:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    """`all_to_device` of one, which may lie there already."""
+    return tensor if tensor.device == device else all_to_device([tensor], device)[0]
 
 
-def on_device(plan: StepPlan, device: torch.device) -> StepPlan:
-    """`plan` with the tensors on `device` that its step reads there, for which nobody waits:
-    `slots`, `source_rows`, `touched`, and of `shard` all but what is fetched and evicted."""
-    if device.type != "cuda":
-        return plan
-
-    def moved(of: Any, *names: str) -> Any:
-        return replace(of, **{name: to_device(getattr(of, name), device) for name in names})
-
-    def transferred(transfer: Transfer) -> Transfer:
-        relay = transfer.relay and moved(transfer.relay, "passed", "order")
-        return replace(moved(transfer, "slots", "places"), relay=relay)
-
-    shard = plan.shard
-    if shard is not None:
-        early = shard.early and transferred(shard.early)
-        shard = moved(shard, "slots", "source_rows")
-        shard = replace(shard, late=transferred(shard.late), early=early)
-    return replace(moved(plan, "slots", "source_rows", "touched"), shard=shard)
-
-
-def tensors_on_device(where: StepPlan) -> list[Tensor]:
-    """What `on_device` has moved."""
-    found, shard = [where.slots, where.source_rows, where.touched], where.shard
-    if shard is not None:
-        found += [shard.slots, shard.source_rows]
-        found += [tensor for transfer in shard.transfers for tensor in transfer.tensors()]
-    return found
-
-
+@dataclass(frozen=True)
 class DeviceBags:
-    """The index tensors of lookups in one group's leaf, on the device: of one (micro-)batch.
+    """The index tensors of lookups in one group's leaf: of one (micro-)batch.
 
     Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
     of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
     `positions` is in the order of the bags that come out, so that nothing is rearranged after.
-    `counts`: ids of each feature, where every id is a bag of its own (`bags_of_one`).
+    `counts`: ids of each feature, where every id is a bag of its own (`bags_of_one`). `touched`:
+    None where that is all `leaf_rows`, in their order.
     """
 
-    def __init__(
-        self,
-        bags: GroupBags,
-        plan: StepPlan,
-        device: torch.device,
-        counts: Sequence[int] = (),
-    ) -> None:
-        count = bags.offsets.shape[0] - 1
-        samples, features = self.shape = (count // max(bags.features, 1), bags.features)
-        self.single, self.counts = bags.single, counts
-        positions, scale = plan.positions, None if self.single else bags.scale
-        place = _places(features, samples)
-        if self.single:
-            bag_of, positions = place, _by_sample(positions, samples, features)
-        else:
-            bag_of = torch.from_numpy(place.numpy()[bags.bag_of])
+    shape: tuple[int, int]
+    single: bool
+    counts: Sequence[int]
+    leaf_rows: int
+    offsets: Tensor
+    bag_of: Tensor
+    positions: Tensor
+    order: Tensor
+    segments: Tensor
+    touched: Tensor | None
+    weights: Tensor | None
+    scale: Tensor | None
+    chunks: SegmentChunks | None
+
+    @classmethod
+    def of(
+        cls, bags: GroupBags, plan: StepPlan, device: torch.device, counts: Sequence[int] = ()
+    ) -> DeviceBags:
+        """Those of `plan` on the CPU, for lookups on `device`: `sent` brings them there."""
+        count, single = bags.offsets.shape[0] - 1, bags.single
+        shape = samples, features = (count // max(bags.features, 1), bags.features)
+        offsets, scale = bags.offsets, bags.scale
+        bag_of = _places(features, samples)
+        if not single:
+            offsets, bag_of = offsets.int(), torch.from_numpy(bag_of.numpy()[bags.bag_of])
             scale = None if scale is None else _by_sample(scale, samples, features)
-        self.offsets, self.bag_of, self.scale = bags.offsets, bag_of, scale
-        self.weights, self.positions, self.order = bags.weights, positions, plan.order
-        self.touched, self.segments = plan.touched, plan.segments
-        self.whole = _all_in_order(plan.touched.numpy(), plan.leaf_rows)
-        if device.type == "cuda":
-            for name, value in vars(self).items():
-                if isinstance(value, Tensor):
-                    setattr(self, name, to_device(value, device))
-        self.chunks = ops.chunks_for(plan.segments, device)
-        self.leaf_rows = plan.leaf_rows
+        else:
+            offsets = _ends_of_one(count)
+        return cls(
+            shape=shape,
+            single=single,
+            counts=counts,
+            leaf_rows=plan.leaf_rows,
+            offsets=offsets,
+            bag_of=bag_of,
+            positions=plan.positions,
+            order=plan.order,
+            segments=plan.segments,
+            touched=None if _all_in_order(plan.touched.numpy(), plan.leaf_rows) else plan.touched,
+            weights=bags.weights,
+            scale=None if single else scale,
+            chunks=ops.chunks_for(plan.segments, device),
+        )
+
+    def mapped(self, change: Change) -> DeviceBags:
+        """The same with every tensor changed."""
+        own = vars(self).items()
+        changed = {name: change(value) for name, value in own if isinstance(value, Tensor)}
+        if self.chunks is not None:
+            changed["chunks"] = replace(self.chunks, table=change(self.chunks.table))
+        return replace(self, **changed)
+
+    @property
+    def common(self) -> list[Tensor]:
+        """Tensors that all batches of this shape have."""
+        return [self.offsets, self.bag_of] if self.single else []
+
+    def arranged(self) -> DeviceBags:
+        """The same with `positions`, which a plan has feature by feature, as they are read."""
+        if not self.single:
+            return self
+        return replace(self, positions=_by_sample(self.positions, *self.shape))
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -124,7 +156,7 @@ def lookups_of(
     pooled: bool,
     device: torch.device,
 ) -> list[DeviceBags]:
-    """What looks up each micro-batch of a step in one group's leaf.
+    """What looks up each micro-batch of a step in one group's leaf, on the CPU (`DeviceBags.of`).
 
     `sizes`: samples of each micro-batch; `pooled`: bags come out, else the row of every id.
     """
@@ -138,7 +170,7 @@ def lookups_of(
             ends = own.offsets.numpy()[:: max(size, 1)][: own.features + 1]
             counts = tuple(np.diff(ends).tolist()) if size else (0,) * own.features
             own = bags_of_one(own)
-        found.append(DeviceBags(own, seen, device, counts))
+        found.append(DeviceBags.of(own, seen, device, counts))
         start += size
     return found
 
@@ -159,7 +191,7 @@ def part_of(
     ids = np.concatenate(spans) if spans else np.empty(0, np.int64)
     own = GroupBags(
         features=bags.features,
-        rows=bags.rows[ids],
+        ids=bags.ids[ids],
         offsets=_ends(np.diff(offsets)[chosen]),
         weights=None if bags.weights is None else torch.from_numpy(bags.weights.numpy()[ids]),
         scale=None if bags.scale is None else torch.from_numpy(bags.scale.numpy()[chosen]),
@@ -169,7 +201,7 @@ def part_of(
     seen = replace(
         plan,
         positions=torch.from_numpy(positions),
-        order=torch.from_numpy(positions.argsort(kind="stable")),
+        order=torch.from_numpy(positions.argsort(kind="stable").astype(np.int32)),
         touched=torch.from_numpy(touched),
         segments=_ends(counts),
     )
@@ -177,8 +209,8 @@ def part_of(
 
 
 def _ends(lengths: np.ndarray) -> Tensor:
-    """Where pieces of `lengths` `[m]` begin and end, int64 `[m + 1]`."""
-    ends = np.zeros(len(lengths) + 1, dtype=np.int64)
+    """Where pieces of `lengths` `[m]` begin and end, int32 `[m + 1]`."""
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
     return torch.from_numpy(ends)
 
@@ -188,17 +220,25 @@ def _all_in_order(touched: np.ndarray, rows: int) -> bool:
     return len(touched) == rows and bool((touched == np.arange(rows)).all())
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _places(features: int, samples: int) -> Tensor:
-    """Where each bag comes out, sample by sample, int64 `[F * b]`; nobody writes to it."""
-    return _by_sample(torch.from_numpy(np.arange(features * samples)), features, samples)
+    """Where each bag comes out, sample by sample, int32 `[F * b]`; nobody writes to it."""
+    return _by_sample(_ends_of_one(features * samples)[:-1], features, samples)
+
+
+@lru_cache(maxsize=4)
+def _ends_of_one(count: int) -> Tensor:
+    """0, 1, ... `count`, int32: where so many bags of one id begin and end; nobody writes to it."""
+    return torch.from_numpy(np.arange(count + 1, dtype=np.int32))
 
 
 def _by_sample(values: Tensor, samples: int, features: int) -> Tensor:
     """`values` of all bags, `[F * b, ...]` feature by feature, sample by sample.
 
-    NumPy: a torch operation would start a pool of threads beside that of training.
+    On the CPU NumPy: a torch operation would start a pool of threads beside that of training.
     """
+    if values.is_cuda:
+        return values.view(features, samples, *values.shape[1:]).transpose(0, 1).flatten(0, 1)
     by_feature = values.numpy().reshape(features, samples, *values.shape[1:])
     return torch.from_numpy(by_feature.swapaxes(0, 1).reshape(values.shape))
 
@@ -232,7 +272,7 @@ class PooledLookup(torch.autograd.Function):
 
 def bags_of_one(bags: GroupBags) -> GroupBags:
     """The same ids, each a bag of its own, without weights: n bags."""
-    ones = torch.arange(len(bags.rows) + 1)
+    ones = _ends_of_one(len(bags.ids))
     return replace(bags, features=1, offsets=ones, weights=None, scale=None)
 
 
@@ -261,7 +301,7 @@ def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:
     touched = ops.row_gradients(
         gradient, bags.bag_of, bags.order, bags.segments, bags.weights, bags.chunks
     )
-    if bags.whole:
+    if bags.touched is None:
         return touched
     out = gradient.new_zeros((bags.leaf_rows, gradient.shape[1]))
     return put(out, bags.touched, touched)

@@ -54,34 +54,35 @@ class TableGroup:
         return self.layout.dim
 
     @cached_property
-    def own_rows(self) -> np.ndarray:
-        """Rows of each feature's table, int64 `[F]`; empty where features share one."""
+    def by_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """The features by table, those of one in their order, int64 `[F]`; and int64 `[2, F]`, of
+        each of these the first row of its table, and how many rows that has."""
         rows = dict(zip(self.layout.offsets.tolist(), self.layout.tables, strict=False))
-        shared = len(set(self.offsets.tolist())) < len(self.offsets)
-        return np.array([] if shared else [rows[at].rows for at in self.offsets.tolist()], np.int64)
+        order = self.offsets.argsort(kind="stable")
+        first = self.offsets[order]
+        return order, np.array([first, [rows[at].rows for at in first.tolist()]])
 
 
 @dataclass(frozen=True)
 class GroupBags:
     """The ids of one local batch that read one group, K = F * b bags, feature-major.
 
-    `features`: F; `rows`: int64 `[n]`, row numbers (NumPy); `offsets`: int64
-    `[K + 1]`; `weights`: `[n]` or None; `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
+    `features`: F; `ids`: int64 `[n]` (NumPy); `offsets`: int64 `[K + 1]`; `weights`: `[n]` or None;
+    `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
     """
 
     features: int
-    rows: np.ndarray
+    ids: np.ndarray
     offsets: Tensor
     weights: Tensor | None
     scale: Tensor | None
     pieces: np.ndarray | None = None
-    """int64 `[3, F]`: where the `rows` of each feature end, and from which row on how many it alone
-    reads; None: features share a table."""
+    """int64 `[5, F]`: the ids of each feature, by table; see `planner.loops.name_rows`."""
 
     @cached_property
     def single(self) -> bool:
         """Whether every bag has one id, without a weight."""
-        if self.weights is not None or len(self.rows) != self.offsets.shape[0] - 1:
+        if self.weights is not None or len(self.ids) != self.offsets.shape[0] - 1:
             return False
         return bool((np.diff(self.offsets.numpy()) == 1).all())
 
@@ -129,7 +130,7 @@ def make_groups(
 
 
 def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBags:
-    """The part of `ids` that reads `group`, as rows; `dtype` is that of weights and scales.
+    """The part of `ids` that reads `group`; `dtype` is that of weights and scales.
 
     NumPy: this runs on the planner's thread, where a torch operation would start a pool of threads
     beside that of training.
@@ -138,28 +139,27 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     offsets, values, weights = ids.offsets, ids.values, ids.weights
     if len(group.features) != len(ids.features):
         offsets, values, weights = _select(ids, group.features)
+    own = values.numpy().astype(np.int64, copy=False)
     edges = offsets.numpy()[:: max(batch, 1)]
-    rows = _rows(group, values.numpy(), edges)
+    if edges[0] != 0 or edges[-1] != len(own):
+        raise DataError(f"offsets go from {edges[0]} to {edges[-1]} for {len(own)} ids")
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
     scale = None
     if any(group.mean):
         scale = _scale(group, np.diff(offsets.numpy()), batch, dtype)
-    pieces = None
-    if len(group.own_rows) and batch:
-        pieces = np.stack((edges[1:], group.offsets, group.own_rows))
-    return GroupBags(len(group.features), rows, offsets, weights, scale, pieces)
+    pieces = _pieces(group, edges) if batch else None
+    return GroupBags(len(group.features), own, offsets, weights, scale, pieces)
 
 
-def _rows(group: TableGroup, ids: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The rows of `ids` by the layout's numbers; those of feature f are `edges[f : f + 2]`."""
-    rows = np.empty(len(ids), dtype=np.int64)
-    bounds = edges.tolist()
-    if bounds[0] != 0 or bounds[-1] != len(ids):
-        raise DataError(f"offsets go from {bounds[0]} to {bounds[-1]} for {len(ids)} ids")
-    for offset, start, stop in zip(group.offsets, bounds, bounds[1:], strict=False):
-        np.add(ids[start:stop], offset, out=rows[start:stop], dtype=np.int64)
-    return rows
+def _pieces(group: TableGroup, edges: np.ndarray) -> np.ndarray:
+    """See `GroupBags.pieces`; the ids of feature f are `edges[f : f + 2]`."""
+    order, of_table = group.by_table
+    starts, stops = edges[order], edges[order + 1]
+    heads = np.flatnonzero(np.diff(of_table[0], prepend=-1))
+    rooms = np.zeros(len(order), np.int64)
+    rooms[heads] = np.add.reduceat(stops - starts, heads) if len(heads) else 0
+    return np.stack((starts, stops, *of_table, rooms))
 
 
 def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.cache import FOREIGN, DeviceCache, StagingRing
+from distcache.cache import FOREIGN, DeviceCache, StagingRing, in_one_piece
 from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
-from distcache.engine.gradients import (
-    lookups_of,
-    on_device,
-    tensors_on_device,
-    to_all,
-    to_device,
-)
+from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
 from distcache.engine.groups import RegionSlots, TableGroup
 from distcache.engine.step import (
     FILL,
@@ -66,30 +61,32 @@ class Staged:
     ) -> None:
         """`widths`: D and S; `prefetch`: P, which bounds the steps whose rows lie in buffers."""
         self._store, self._device, self._streams = store, device, streams
+        self._widths = widths
         self._arriving = StagingRing(prefetch + 2, widths, store.dtype, streams)
         self._leaving = StagingRing(1, widths, store.dtype, streams)
 
     def gather(self, rows: Tensor) -> Gathered:
         """Copies of the rows in the next staging buffer."""
-        number, *out = self._arriving.take(rows.shape[0])
-        found = self._store.gather(rows, out=tuple(out))
+        number, buffer = self._arriving.take(rows.shape[0])
+        self._store.gather(rows, out=in_one_piece(buffer, self._widths))
 
-        def release() -> None:  # the buffer may be used again once the copies from it are through
+        def read() -> Rows:
+            return in_one_piece(buffer.to(self._device, non_blocking=True), self._widths)
+
+        def release() -> None:  # the buffer may be used again once the copy from it is through
             self._arriving.release(number, self._streams.mark(COPY_IN))
 
-        return Gathered(lambda: found, release)
+        return Gathered(read, release)
 
-    def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """Scatter the rows; the calling thread waits until they are there."""
+    def put(self, rows: Tensor, memory: Tensor) -> None:
+        """Scatter the rows (`DeviceCache.read`); the calling thread waits until they are there."""
         if self._streams.asynchronous:
-            number, host_weight, host_state = self._leaving.take(rows.shape[0])
-            host_weight.copy_(weight, non_blocking=True)
-            if state is not None and host_state is not None:
-                host_state.copy_(state, non_blocking=True)
+            number, buffer = self._leaving.take(rows.shape[0])
+            buffer.copy_(memory, non_blocking=True)
             torch.cuda.current_stream(self._device).synchronize()
-            weight, state = host_weight, host_state
             self._leaving.release(number, LONG_OVER)
-        self._store.scatter(rows, weight, state)
+            memory = buffer
+        self._store.scatter(rows, *in_one_piece(memory, self._widths))
 
     def settle(self) -> None:
         """Nothing is on its way: `put` waits."""
@@ -101,17 +98,20 @@ class InPlace:
     Reads come after the write-backs of their own and of earlier steps, as `fill` does.
     """
 
-    def __init__(self, rows: DirectRows, wait: Callable[[Mark], None]) -> None:
-        """`rows`: of a store that is open to the device; `wait`: of the host for a mark."""
-        self._rows, self._wait = rows, wait
+    def __init__(
+        self, rows: DirectRows, widths: tuple[int, int], wait: Callable[[Mark], None]
+    ) -> None:
+        """`rows`: of a store that is open to the device; `widths`: D and S; `wait`: of the host for
+        a mark."""
+        self._rows, self._widths, self._wait = rows, widths, wait
 
     def gather(self, rows: Tensor) -> Gathered:
         """Nothing to do on the host."""
         return Gathered(partial(self._rows.read, rows), lambda: None)
 
-    def put(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """Write the rows on the current stream."""
-        self._rows.write(rows, weight, state)
+    def put(self, rows: Tensor, memory: Tensor) -> None:
+        """Write the rows (`DeviceCache.read`) on the current stream."""
+        self._rows.write(rows, *in_one_piece(memory, self._widths))
 
     def settle(self) -> None:
         """Wait for what was read and written."""
@@ -125,6 +125,10 @@ Access = Staged | InPlace
 
 # -----------------------------------------------------------------------------
 # One group's rows on their way: store -> cache -> step -> cache -> store, as the plan says.
+
+
+Slots = tuple[Tensor, Tensor | None]
+"""Slots on the CPU; and on the device, where they are there already."""
 
 
 @dataclass
@@ -179,11 +183,11 @@ class GroupRows:
         self.grown = False
         """Whether the slots lie in new memory, which other streams do not know of yet."""
         self._access: Access | None = None
+        widths = (cache.dim, cache.state_width)
         if store is not None and store.direct is not None:
             settle = partial(link.settle, "rows on their way to the store")
-            self._access = InPlace(store.direct, settle)
+            self._access = InPlace(store.direct, widths, settle)
         elif store is not None:
-            widths = (cache.dim, cache.state_width)
             self._access = Staged(store, cache.device, widths, streams, prefetch)
 
     def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
@@ -210,21 +214,23 @@ class GroupRows:
         counts.host_to_device_bytes += rows.shape[0] * self.row_bytes
         return self._access.gather(rows)
 
-    def fill(self, plan: StepPlan, gathered: Gathered | None, link: Link) -> None:
+    def fill(self, plan: StepPlan, where: StepPlan, gathered: Gathered | None, link: Link) -> None:
         """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
-        ranks."""
+        ranks; `where`: the plan on the device."""
         replicated = sharded = None
         if self.slots.replicated or self.group.hot is None:
-            replicated = (plan.fetch_slots, plan.fetch_counts, plan.fetch_rows)
-        if plan.shard is not None:
-            sharded = (plan.shard.fetch_slots, plan.shard.fetch_rows)
+            slots = (plan.fetch_slots, where.fetch_slots)
+            replicated = (slots, plan.fetch_counts, plan.fetch_rows)
+        if plan.shard is not None and where.shard is not None:
+            slots = (plan.shard.fetch_slots, where.shard.fetch_slots)
+            sharded = (slots, plan.shard.fetch_rows)
         self.fill_slots(gathered, replicated, sharded, link, f"fill {plan.step}")
 
     def fill_slots(
         self,
         gathered: Gathered | None,
-        replicated: tuple[Tensor, Sequence[int], Tensor] | None,
-        sharded: tuple[Tensor, Tensor] | None,
+        replicated: tuple[Slots, Sequence[int], Tensor] | None,
+        sharded: tuple[Slots, Tensor] | None,
         link: Link,
         what: str,
     ) -> None:
@@ -241,12 +247,14 @@ class GroupRows:
             first = weight[:own], None if state is None else state[:own]
             self._fill_replicated(*replicated, first, link, what)
         if sharded is not None and weight.shape[0] > own:
-            self.cache.fill(*sharded, weight[own:], None if state is None else state[own:])
+            (slots, where), rows = sharded
+            rest = weight[own:], None if state is None else state[own:]
+            self.cache.fill(slots, rows, *rest, where)
         gathered.release()
 
     def _fill_replicated(
         self,
-        slots: Tensor,
+        slots: Slots,
         counts: Sequence[int],
         own: Tensor,
         values: tuple[Tensor, Tensor | None],
@@ -265,14 +273,15 @@ class GroupRows:
             rows = torch.cat((rows, state), dim=1) if both else rows
             rows = spread(link, rows, counts, ROWS, what)
             weight, state = rows[:, :width], rows[:, width:] if both else state
-        if slots.shape[0]:
-            names = np.full(slots.shape[0], FOREIGN, dtype=np.int64)
+        on_host, where = slots
+        if on_host.shape[0]:
+            names = np.full(on_host.shape[0], FOREIGN, dtype=np.int64)
             start = sum(counts[:rank])
             names[start : start + counts[rank]] = own.numpy()
-            before = self.cache.slots
-            self.cache.ensure(int(slots.max()) + 1)  # in memory of the current stream, if it grows
+            before, most = self.cache.slots, int(on_host.numpy().max())
+            self.cache.ensure(most + 1)  # in memory of the current stream, if it grows
             self.grown |= self.cache.slots > before
-            self.cache.fill(slots, names, weight, state)
+            self.cache.fill(on_host, names, weight, state, where)
 
     def leaf(self, plan: StepPlan, where: Tensor) -> Tensor:
         """A copy of the step's replicated rows in canonical order, `[U, D]`, on the device;
@@ -374,7 +383,7 @@ class GroupRows:
         """Copy slots to the store."""
         if slots.shape[0] == 0 or self._access is None:
             return
-        self._access.put(rows, *self.cache.read(slots))
+        self._access.put(rows, self.cache.read(slots))
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
 
@@ -404,6 +413,8 @@ class Mover:
         give, see `lookups_of`; `early`: plans have rows that travel early."""
         self._rows, self._dtype, self._pooled = list(rows), dtype, pooled
         self._streams = streams
+        self._common: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors that steps have in common, by `id`: that of the host, and that of the device."""
         self._sent = CollectiveCounters(link.world.nodes, link.world.rank)
         self._link = Link(link.world, link.group, self._sent, "the device group (moving rows)")
         self.stages: tuple[tuple[Stage, Callable[[Flight], None]], ...] = (
@@ -437,14 +448,16 @@ class Mover:
 
     def _fill(self, flight: Flight) -> None:
         self._sent.reset()
-        for rows, plan, values in zip(self._rows, flight.plans, flight.gathered, strict=True):
-            rows.fill(plan, values, self._link)
+        self._send(flight)
+        for rows, plan, where, values in zip(
+            self._rows, flight.plans, flight.where, flight.gathered, strict=True
+        ):
+            rows.fill(plan, where, values, self._link)
             if rows.grown:
                 flight.made += [t for t in (rows.cache.weight, rows.cache.state) if t is not None]
                 rows.grown = False
         self._count(flight)
         flight.gathered = []
-        self._send_batch(flight)
 
     def _share_early(self, flight: Flight) -> None:
         self._sent.reset()
@@ -465,19 +478,48 @@ class Mover:
         flight.fill_bytes += self._sent.collective_bytes
         flight.fill_between_nodes += self._sent.inter_node_bytes
 
-    def _send_batch(self, flight: Flight) -> None:
-        """The step's index tensors, once for all that reads them, and the batch's own."""
+    def _send(self, flight: Flight) -> None:
+        """The step's index tensors, once for all that reads them, and the batch's own, all with one
+        copy; what batches of one shape have in common stays on the device."""
         batch, device = flight.batch, self._link.world.device
         sizes = batch.parts or (batch.ids.batch_size,)
-        flight.where = [on_device(plan, device) for plan in flight.plans]
         by_group = [
             lookups_of(bags, plan, sizes, self._pooled, device)
             for bags, plan in zip(flight.bags, flight.plans, strict=True)
         ]
+        flight.where = flight.plans
+        flight.dense, flight.labels = (of.to(self._dtype) for of in (batch.dense, batch.labels))
+        if device.type == "cuda":
+            by_group = self._sent_there(flight, by_group)
+        by_group = [[of.arranged() for of in of_group] for of_group in by_group]
         flight.lookups = [list(of_part) for of_part in zip(*by_group, strict=True)]
-        flight.dense = to_device(batch.dense.to(self._dtype), device)
-        flight.labels = to_device(batch.labels.to(self._dtype), device)
-        if self._streams.asynchronous:
-            flight.made += [t for where in flight.where for t in tensors_on_device(where)]
+        if device.type == "cuda":  # what is new there, and what other steps read too
             flight.made += [t for part in flight.lookups for bags in part for t in bags.tensors()]
-            flight.made += [flight.dense, flight.labels]
+
+    def _sent_there(
+        self, flight: Flight, by_group: list[list[DeviceBags]]
+    ) -> list[list[DeviceBags]]:
+        """`by_group` on the device, and the flight's plans and batch."""
+        every: dict[int, Tensor] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            return every.setdefault(id(tensor), tensor)
+
+        flight.dense, flight.labels = note(flight.dense), note(flight.labels)
+        bags = list(chain(*by_group))
+        for of in (*flight.plans, *bags):
+            of.mapped(note)
+        new = {key: tensor for key, tensor in every.items() if key not in self._common}
+        sent = all_to_device(list(new.values()), self._link.world.device)
+        there = {key: both[1] for key, both in self._common.items()}
+        there |= dict(zip(new, sent, strict=True))
+        common = [tensor for of in bags for tensor in of.common]
+        self._common = {id(tensor): (tensor, there[id(tensor)]) for tensor in common}
+
+        def moved(tensor: Tensor) -> Tensor:
+            return there[id(tensor)]
+
+        flight.dense, flight.labels = moved(flight.dense), moved(flight.labels)
+        flight.where = [plan.mapped(moved) for plan in flight.plans]
+        flight.made += sent
+        return [[of.mapped(moved) for of in of_group] for of_group in by_group]

@@ -206,7 +206,7 @@ class StreamPlanner:
             batch = self._prepare(next(iterator))
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
-                make_request(group.layout, bag.rows, hot, parts, bag.pieces, self.threads)
+                make_request(group.layout, bag.ids, hot, parts, bag.pieces, self.threads)
                 for group, bag, hot, parts in zip(
                     self.groups, bags, self._hot, self._parts, strict=True
                 )

@@ -250,7 +250,8 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
         hot, tail = hot[~is_tail], hot[is_tail]
     for taken, parts in warm_blocks(group, hot, slots.replicated, share):
         own = torch.from_numpy(parts[rank])
-        replicated = (torch.from_numpy(taken), [len(part) for part in parts], own)
+        slots = (torch.from_numpy(taken), None)
+        replicated = (slots, [len(part) for part in parts], own)
         gathered = rows.gather_rows(own, counts)
         rows.fill_slots(gathered, replicated, None, link, "warm start")
     room, layout = slots.own_sharded, group.layout
@@ -260,7 +261,7 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
     for start in range(0, len(tail), _BLOCK):
         own = torch.from_numpy(tail[start : start + _BLOCK])
         at = torch.from_numpy(seats[start : start + _BLOCK])
-        rows.fill_slots(rows.gather_rows(own, counts), None, (at, own), link, "warm start")
+        rows.fill_slots(rows.gather_rows(own, counts), None, ((at, None), own), link, "warm start")
 
 
 def warm_blocks(

@@ -60,12 +60,12 @@ def body(*tensors: Any) -> ModuleType:
 
 
 def chunks_for(segments: Tensor, device: torch.device) -> SegmentChunks | None:
-    """What `row_gradients` on `device` wants prepared from a plan's `segments` (int64 `[R + 1]`,
-    CPU), on that device; None where it runs the reference."""
+    """What `row_gradients` on `device` wants prepared from a plan's `segments` (`[R + 1]`, CPU), on
+    the CPU; None where it runs the reference."""
     chosen = choice() or ("triton" if device.type == "cuda" else "reference")
     if chosen == "reference" or triton_bodies() is None:
         return None
-    return segment_chunks(segments).to(device)
+    return segment_chunks(segments)
 
 
 def _dispatched(operation: Callable[P, R], *floats: int) -> Callable[P, R]:

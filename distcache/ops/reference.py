@@ -62,7 +62,7 @@ than the smaller of the two values."""
 class SegmentChunks:
     """The chunk tables of a step's long segments. N_l: chunks of pass l; H: long segments.
 
-    `table`: int64, all tables in one tensor, so that one copy brings them to the device;
+    `table`: all tables in one tensor, so that one copy brings them to the device;
     `sizes`: (N_1, ..., N_last = H), empty where no segment is long; `chunk`: the most additions.
     """
 
@@ -76,14 +76,14 @@ class SegmentChunks:
         return SegmentChunks(table.to(device, non_blocking=True), self.sizes, self.chunk)
 
     def passes(self) -> list[tuple[Tensor, Tensor]]:
-        """(starts, ends), int64 `[N_l]` each: places in `order` for the first pass, afterwards
+        """(starts, ends), `[N_l]` each: places in `order` for the first pass, afterwards
         indices of the chunks of the pass before."""
         parts = self.table.split([size for n in self.sizes for size in (n, n)] + [self._long])
         return [(parts[2 * i], parts[2 * i + 1]) for i in range(len(self.sizes))]
 
     @property
     def rows(self) -> Tensor:
-        """int64 `[H]`: the long segments, ascending."""
+        """`[H]`: the long segments, ascending."""
         return self.table[len(self.table) - self._long :]
 
     @property
@@ -92,7 +92,7 @@ class SegmentChunks:
 
 
 def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
-    """The chunk tables of `segments`, int64 `[R + 1]` on the CPU.
+    """The chunk tables of `segments`, int32 or int64 `[R + 1]` on the CPU, of that dtype.
 
     Takes a pass over `segments` and time that grows with the number of chunks. Raises ConfigError
     for a `chunk` below 2.
@@ -125,11 +125,11 @@ def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
 # The row operations in plain PyTorch: the bodies that every faster one is compared with.
 #
 # Letters: U distinct rows of a step, n ids, K bags, R rows that get a gradient, D width, C slots,
-# S floats of state per row. All tensors of a call lie on one device; index tensors are int64. None
-# of these is recorded by autograd, and each result depends on the values that enter it and their
-# order alone, never on their labels (positions, row numbers, slots): `embedding_bag`'s forward sums
-# every bag by itself, from first to last. Its backward does not have that property, hence
-# `row_gradients`.
+# S floats of state per row. All tensors of a call lie on one device; index tensors are int32 or
+# int64, all of a call alike. None of these is recorded by autograd, and each result depends on the
+# values that enter it and their order alone, never on their labels (positions, row numbers, slots):
+# `embedding_bag`'s forward sums every bag by itself, from first to last. Its backward does not have
+# that property, hence `row_gradients`.
 
 BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """About how many elements `update_rows` gathers at once, by device type.
@@ -284,14 +284,14 @@ def copy_rows(
 ) -> None:
     """`target[target_rows[i]] = source[source_rows[i]]` for all i, in place.
 
-    `source` `[A, D]`, `target` `[B, D]`, of one dtype; rows int64 `[m]`, None for 0, 1, ...;
+    `source` `[A, D]`, `target` `[B, D]`, of one dtype; rows `[m]`, None for 0, 1, ...;
     `target_rows` distinct.
     """
     values = source if source_rows is None else source.index_select(0, source_rows)
     if target_rows is None:
         target.copy_(values)
     else:
-        target.index_copy_(0, target_rows, values)
+        target.index_copy_(0, target_rows.long(), values)
 
 
 # -----------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def copy_rows(
 
 
 def take_rows(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    """`out[i] = source[rows[i]]`: `source` `[V, D]`, `rows` int64 `[m]`, `out` `[m, D]`.
+    """`out[i] = source[rows[i]]`: `source` `[V, D]`, `rows` integers `[m]`, `out` `[m, D]`.
 
     All contiguous. Raises PlanError for a row outside [0, V). Other threads run meanwhile.
     """
@@ -338,15 +338,15 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     All on one device; not recorded by autograd. On a CPU 2 to 3 times as fast as `index_copy_`.
     """
     if target.device.type != "cpu" or not (target.is_contiguous() and values.is_contiguous()):
-        return target.index_copy_(0, rows, values)
+        return target.index_copy_(0, rows.long(), values)
     put_rows(target.detach().numpy(), rows.numpy(), values.detach().numpy())
     return target
 
 
 def check_rows(rows: np.ndarray, limit: int, what: str = "row") -> None:
-    """PlanError naming the first of `rows` (int64) outside [0, limit), as `what` they are."""
+    """PlanError naming the first of `rows` (integers) outside [0, limit), as `what` they are."""
     # As unsigned numbers, negative ones are beyond every limit too: one pass.
-    if len(rows) and np.maximum.reduce(rows.view(np.uint64)) >= limit:
+    if len(rows) and np.maximum.reduce(rows.view(f"u{rows.itemsize}")) >= limit:
         bad = rows[(rows < 0) | (rows >= limit)][0]
         raise PlanError(f"{what} {bad} is outside [0, {limit})")
 

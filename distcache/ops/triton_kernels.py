@@ -3,7 +3,8 @@
 A program works on a tile [N, BLOCK]: N bags, segments or rows times all D columns, rounded up to
 a power of two and masked. Every operation is rounded once (launches turn fused multiply-adds off;
 quotients and square roots are the IEEE ones), so an element's bits depend on its own inputs and on
-their order, not on tile, grid or place. Nothing is sorted, and there are no atomics.
+their order, not on tile, grid or place. Nothing is sorted, and there are no atomics. Indices are
+int32 or int64; what is counted by them in elements is int64.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -33,12 +34,12 @@ def _jit(kernel: Callable[..., None]) -> Any:
 @_jit
 def segment_sums(
     values,  # float32 [*, D], rows STRIDE apart
-    starts,  # int64 [count]: segment i is [starts[i], ends[i])
+    starts,  # [count]: segment i is [starts[i], ends[i])
     ends,
-    outer,  # int64: place -> id; read where HOPS = 2
-    inner,  # int64: place or id -> row of `values`; read where HOPS >= 1
+    outer,  # place -> id; read where HOPS = 2
+    inner,  # place or id -> row of `values`; read where HOPS >= 1
     weights,  # float32, by id; read where WEIGHTED
-    to,  # int64 [count]: row of `out`; read where SCATTER
+    to,  # [count]: row of `out`; read where SCATTER
     out,  # float32 [*, D], contiguous
     count,
     STRIDE: tl.constexpr,
@@ -73,12 +74,13 @@ def segment_sums(
             if HOPS >= 1:
                 row = tl.load(inner + place, mask=there, other=0)
             mask = there[:, None] & (column < D)[None, :]
+            row = row.to(tl.int64)
             value = tl.load(values + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
             if WEIGHTED:
                 value = value * tl.load(weights + place, mask=there, other=0.0)[:, None]
             total += value  # + 0 past the end changes no bit: a sum that began at +0 is never -0
     if SCATTER:
-        at = tl.load(to + at, mask=inside, other=0)
+        at = tl.load(to + at, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & (column < D)[None, :]
     tl.store(out + at[:, None] * D + column[None, :], total, mask=mask)
 
@@ -86,9 +88,9 @@ def segment_sums(
 @_jit
 def copy_rows(
     source,  # [*, D], contiguous
-    source_rows,  # int64 [count]; read where FROM
+    source_rows,  # [count]; read where FROM
     target,  # [*, D], contiguous, of the same dtype
-    target_rows,  # int64 [count]; read where TO
+    target_rows,  # [count]; read where TO
     count,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -104,9 +106,9 @@ def copy_rows(
         mask = inside[:, None] & (column < D)[None, :]
         start, end = at, at
         if FROM:
-            start = tl.load(source_rows + at, mask=inside, other=0)
+            start = tl.load(source_rows + at, mask=inside, other=0).to(tl.int64)
         if TO:
-            end = tl.load(target_rows + at, mask=inside, other=0)
+            end = tl.load(target_rows + at, mask=inside, other=0).to(tl.int64)
         values = tl.load(source + start[:, None] * D + column[None, :], mask=mask)
         tl.store(target + end[:, None] * D + column[None, :], values, mask=mask)
 
@@ -138,7 +140,7 @@ def _row_sums(values, N: tl.constexpr, STEPS: tl.constexpr):
 def update_rows(
     weight,  # float32 [C, D], rows WEIGHT_STRIDE apart
     state,  # float32 [C, S], rows STATE_STRIDE apart; not read by sgd
-    slots,  # int64 [count]
+    slots,  # [count]
     gradient,  # float32 [count, D], rows GRADIENT_STRIDE apart
     enabled,  # uint8 of one element; read where MASKED
     count,
@@ -163,7 +165,7 @@ def update_rows(
     if MASKED:
         inside = inside & (tl.load(enabled) != 0)
     mask = inside[:, None] & (column < D)[None, :]
-    slot = tl.load(slots + at, mask=inside, other=0)
+    slot = tl.load(slots + at, mask=inside, other=0).to(tl.int64)
     weights = weight + slot[:, None] * WEIGHT_STRIDE + column[None, :]
     gradients = gradient + at[:, None] * GRADIENT_STRIDE
     w = tl.load(weights, mask=mask, other=0.0)

@@ -70,53 +70,111 @@ _OLDEST = 1 << 30
 # What a rank asks for: the distinct rows of its ids, by home and part.
 
 
-@compiled(i8(in8, in88, out4, out8, out4, out4))
-def name_rows(
-    rows: np.ndarray,
+@compiled(i8(in8, in88, i8, out4, i8, out8, out4, out4))
+def name_direct(
+    ids: np.ndarray,
     pieces: np.ndarray,
+    piece: int,
     table: np.ndarray,
+    count: int,
     distinct: np.ndarray,
     labels: np.ndarray,
     counts: np.ndarray,
 ) -> int:
-    """Distinct rows in first-occurrence order, piece by piece of the ids.
+    """`name_rows` of one piece, whose table has no more rows than `table`: the label of each."""
+    offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
+    for i in range(pieces[0, piece], pieces[1, piece]):
+        row = ids[i]
+        if np.uint64(row) >= rows:
+            return -1 - i
+        label = table[row]
+        if label < 0:
+            label = table[row] = count
+            distinct[count], counts[count] = row + offset, 0
+            count += 1
+        counts[label] += 1
+        labels[i] = label
+    return count
 
-    `rows` int64 `[n]`; `pieces` int64 `[3, P]`: where each ends, and from which row on how many
-    only its ids name. `table` int32: scratch, a power of two >= 2 and >= 2 x the longest piece: an
-    index of the rows of a piece where they fit, else a hash table. Writes `distinct`, int64, how
-    often each occurs to `counts`, and each id's place among them to `labels`, int32; `[n]` all
-    three. Returns how many rows are distinct; or -1 - i for an id i whose row its piece has not.
+
+@compiled(i8(in8, in88, i8, out8, i8, i8, i8, out8, out4, out4))
+def name_hashed(
+    ids: np.ndarray,
+    pieces: np.ndarray,
+    piece: int,
+    table: np.ndarray,
+    bits: int,
+    base: int,
+    count: int,
+    distinct: np.ndarray,
+    labels: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """`name_rows` of one piece by a hash table of 2^`bits` entries: row << `bits` | label - `base`,
+    -1 for none."""
+    offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
+    one, mask = np.uint64(1), np.uint64((1 << bits) - 1)
+    for i in range(pieces[0, piece], pieces[1, piece]):
+        row = ids[i]
+        if np.uint64(row) >= rows:
+            return -1 - i
+        key = np.uint64(row) * _FIRST
+        place = (key ^ (key >> _HALF)) & mask
+        entry = table[place]
+        while entry >= 0 and entry >> bits != row:
+            place = (place + one) & mask
+            entry = table[place]
+        label = base + (entry & np.int64(mask))
+        if entry < 0:
+            label = count
+            table[place] = (row << bits) | (count - base)
+            distinct[count], counts[count] = row + offset, 0
+            count += 1
+        counts[label] += 1
+        labels[i] = label
+    return count
+
+
+@compiled(i8(in8, in88, i8, i8, out4, out8, out8, out4, out4))
+def name_rows(
+    ids: np.ndarray,
+    pieces: np.ndarray,
+    first: int,
+    last: int,
+    direct: np.ndarray,
+    hashed: np.ndarray,
+    distinct: np.ndarray,
+    labels: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """Distinct rows of the pieces from `first` to `last` - 1, table by table by first occurrence.
+
+    `ids` int64 `[n]`; `pieces` int64 `[5, P]`: where each begins and ends, the row of its id 0, how
+    many rows its table has, and how many ids it and those pieces that follow on the same table
+    have, 0 for these. `direct` int32 and `hashed` int64: scratch, a power of two >= 2 and >= 2 x
+    the most of these: the labels of a table's rows where they fit, else a hash table of them.
+    Writes `distinct`, int64, how often each occurs to `counts`, and each id's place among them to
+    `labels`, int32; `[n]` all three. Returns how many rows are distinct; or -1 - i for an id i that
+    its table has not.
     """
-    one, count, start = np.uint64(1), 0, 0
-    for piece in range(pieces.shape[1]):
-        stop, first, size = pieces[0, piece], pieces[1, piece], 2
-        while size < 2 * (stop - start):
-            size *= 2
-        mask, direct = np.uint64(size - 1), pieces[2, piece] <= size
-        for place in range(pieces[2, piece] if direct else size):
-            table[place] = -1
-        for i in range(start, stop):
-            row = rows[i]
-            place = np.uint64(row - first)
-            if place >= np.uint64(pieces[2, piece]):
-                return -1 - i
-            if direct:
-                label = table[place]
+    count, base, bits = 0, 0, 1
+    for piece in range(first, last):
+        rows, room = pieces[3, piece], pieces[4, piece]
+        if room > 0:
+            base, bits = count, 1
+            while 1 << bits < 2 * room:
+                bits += 1
+            if rows <= 1 << bits:
+                direct[:rows] = -1
             else:
-                key = np.uint64(row) * _FIRST
-                place = (key ^ (key >> _HALF)) & mask
-                label = table[place]
-                while label >= 0 and distinct[label] != row:
-                    place = (place + one) & mask
-                    label = table[place]
-            if label < 0:
-                label = count
-                table[place] = label
-                distinct[label], counts[label] = row, 0
-                count += 1
-            counts[label] += 1
-            labels[i] = label
-        start = stop
+                hashed[: 1 << bits] = -1
+        if rows <= 1 << bits:
+            count = name_direct(ids, pieces, piece, direct, count, distinct, labels, counts)
+        else:
+            own = (hashed, bits, base, count, distinct, labels, counts)
+            count = name_hashed(ids, pieces, piece, *own)
+        if count < 0:
+            break
     return count
 
 
@@ -710,29 +768,54 @@ def plan(
 # What occurs where, and what is among what.
 
 
-@compiled(types.void(i8, in4, in4, in4, out4, out8, out8))
+@compiled(i8(in4, in4, out1, out4))
+def segment_rows(
+    occurs: np.ndarray, canonical: np.ndarray, missing: np.ndarray, segments: np.ndarray
+) -> int:
+    """Where the ids of each row that was asked for begin and end, to `segments` int32 `[R + 1]`.
+
+    `occurs` int32 `[R]`: how many each has; `canonical` int32 `[R]`: its canonical index; `missing`
+    uint8, by that: whether it is not cached. Returns how many ids are of such rows.
+    """
+    missed, before = 0, 0
+    for asked in range(len(occurs)):
+        segments[asked] = before
+        before += occurs[asked]
+        if missing[canonical[asked]]:
+            missed += occurs[asked]
+    segments[len(occurs)] = before
+    return missed
+
+
+@compiled(types.void(in88, i8, i8, in4, in4, in4, in4, out44, out4, out4))
 def order_ids(
+    pieces: np.ndarray,
     first: int,
+    last: int,
     labels: np.ndarray,
     places: np.ndarray,
     canonical: np.ndarray,
-    starts: np.ndarray,
+    segments: np.ndarray,
+    about: np.ndarray,
     positions: np.ndarray,
     order: np.ndarray,
 ) -> None:
     """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
 
-    Of the ids from `first` on, `labels` int32 `[m]`: the distinct row of each id, which is the one
-    at `places[label]` that was asked for; `canonical` int32 `[R]`: the canonical index of each that
-    was, or none: the same.
-    `starts` int32 `[R]`: ids of rows before each; scratch. Writes int64 `positions` `[m]`, and
-    in `order` `[n]` the places of these rows.
+    Of the pieces from `first` to `last` - 1 (see `name_rows`), `labels` int32 `[n]`: the distinct
+    row of each id, which is the one at `places[label]` that was asked for. `about` int32 `[R, 2]`:
+    scratch, as long as `places`. Writes int32 `[n]`: `positions`, and the places of these ids in
+    `order`.
     """
-    for i in range(len(labels)):
-        asked = places[labels[i]]
-        positions[i] = canonical[asked] if len(canonical) else asked
-        order[starts[asked]] = first + i
-        starts[asked] += 1
+    for label in range(len(places)):
+        about[label, 0] = canonical[places[label]]
+        about[label, 1] = segments[places[label]]
+    for piece in range(first, last):
+        for i in range(pieces[0, piece], pieces[1, piece]):
+            label = labels[i]
+            positions[i] = about[label, 0]
+            order[about[label, 1]] = i
+            about[label, 1] += 1
 
 
 @compiled(types.void(in8, in8, in4, i8, out4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -272,7 +273,7 @@ _BEFORE_ALL = -2
 """A step after which every row was named, as it were: all rows are late."""
 
 Divided = tuple[np.ndarray, list[int]]
-"""Items, int64, and how many of each piece are among them."""
+"""Items, and how many of each piece are among them."""
 
 
 def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) -> ShardPlan:
@@ -309,9 +310,9 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
         early=early if parts.early else None,
         late=late,
         fetch_slots=as_tensor(own.slots[own.fetch]),
-        fetch_rows=as_tensor(own.fetch_rows),
+        fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
-        evict_rows=as_tensor(own.evict_rows),
+        evict_rows=as_tensor(own.evict_rows, np.int64),
         runs=() if routes is None else routes.runs,
     )
 
@@ -340,7 +341,7 @@ def divided(
     rest = (np.asarray(lengths, np.int64) - counts).tolist()
     if items is not None:
         index, of = items
-        high, low = (of[index[part]].astype(np.int64) for part in (high, low))
+        high, low = (of[index[part]] for part in (high, low))
     return (high, counts.tolist()), (low, rest)
 
 
@@ -398,9 +399,9 @@ class Arrivals:
         return receive.tolist(), relay
 
 
-def as_tensor(values: np.ndarray) -> torch.Tensor:
-    """int64, contiguous, without a copy where it is that already."""
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+def as_tensor(values: np.ndarray, dtype: type = np.int32) -> torch.Tensor:
+    """Contiguous, without a copy where it is that already."""
+    return torch.from_numpy(np.ascontiguousarray(values, dtype))
 
 
 _NONE = np.empty(0, np.int32)
@@ -423,72 +424,98 @@ class RowRequest:
     """The R distinct rows that one rank names in a step, by home, then shelf, then first
     occurrence; those that are `replicated` before those that are `sharded`.
 
-    The ids are in `spans` that share no row: from which id on, up to which, and from which rank on
-    its rows have theirs. `labels` int32 `[n]`: the rank of each id's row in its span by first
-    occurrence; `places` int32 `[R]`: where the row of each rank is among those asked for; `occurs`
-    int32 `[R]`: how many ids have it.
+    The ids are in `pieces` (see `loops.name_rows`), and these in `spans` that share no row: from
+    which piece on, up to which, and the ranks of its rows, from which on, up to which. `labels`
+    int32 `[n]`: the rank of each id's row in its span by first occurrence; `places` int32 `[R]`:
+    where the row of each rank is among those asked for; `occurs` int32 `[R]`: how many ids each of
+    those has.
     """
 
     replicated: Asked
     sharded: Asked
-    spans: list[tuple[int, int, int]]
+    pieces: np.ndarray
+    spans: list[tuple[int, int, int, int]]
     labels: np.ndarray
     places: np.ndarray
     occurs: np.ndarray
 
 
+_MOST_BITS = 63
+"""Bits of what a hash table says of a row: its number, and its label."""
+
+
+def one_piece(count: int) -> np.ndarray:
+    """The pieces of `count` ids that are rows themselves; see `loops.name_rows`."""
+    rows = 1 << _MOST_BITS - (2 * max(count, 1)).bit_length()
+    return np.array([[0], [count], [0], [rows], [count]])
+
+
 def distinct_rows(
-    rows: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
-) -> tuple[np.ndarray, list[tuple[int, int, int]], np.ndarray, np.ndarray]:
-    """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of rows int64
+    ids: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
+) -> tuple[np.ndarray, list[tuple[int, int, int, int]], np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of ids int64
     `[n]`; see `RowRequest`.
 
-    By first occurrence. `pieces` int64 `[3, P]`: where each piece of `rows` ends, the last at n,
-    and from which row on how many it alone has; None: there is one, with any rows. Raises PlanError
-    for a row that its piece has not.
+    By first occurrence within each table. `pieces`: see `loops.name_rows`; None: the ids are rows.
+    Raises PlanError for an id that its table has not.
     """
-    rows = np.ascontiguousarray(rows, dtype=np.int64)
-    if pieces is None:
-        pieces = np.array([[len(rows)], [0], [2**62]])
-    longest = int(np.diff(pieces[0], prepend=0).max(initial=0))
-    size = 1 << max(1, (2 * longest - 1).bit_length())
-    distinct, labels, occurs = (np.empty(len(rows), of) for of in (np.int64, np.int32, np.int32))
+    ids = np.ascontiguousarray(ids, dtype=np.int64)
+    pieces = one_piece(len(ids)) if pieces is None else pieces
+    heads, rooms = np.flatnonzero(pieces[4]), pieces[4].max(initial=1)
+    ends = np.append(heads[1:], pieces.shape[1]).tolist()
+    starts = np.concatenate(([0], pieces[4, heads].cumsum())).tolist()
+    size = 1 << (2 * int(rooms) - 1).bit_length()
+    distinct, labels, occurs = (np.empty(len(ids), of) for of in (np.int64, np.int32, np.int32))
 
-    def name(first: int, last: int) -> tuple[int, int, int]:
-        start, own = int(pieces[0, first - 1]) if first else 0, pieces[:, first:last].copy()
-        own[0] -= start
-        ids, table = slice(start, start + int(own[0, -1])), np.empty(size, np.int32)
-        out = (distinct[ids], labels[ids], occurs[ids])
-        count = loops.name_rows(rows[ids], own, table, *out)
+    def name(first: int, last: int) -> tuple[int, int, int, int]:
+        own, scratch = slice(starts[first], starts[last]), _scratch(size)
+        among = int(heads[first]), ends[last - 1]
+        out = distinct[own], labels, occurs[own]
+        count = loops.name_rows(ids, pieces, *among, *scratch, *out)
         if count < 0:
-            at = start - 1 - count
-            raise PlanError(f"id {at} is row {rows[at]}: ids must lie within their tables")
-        return ids.start, ids.stop, count
+            at = -1 - count
+            raise PlanError(f"id {at} is {ids[at]}: ids must lie within their tables")
+        return *among, own.start, count
 
     spans, kept, before = [], [], 0
-    for start, stop, count in threads.each(name, threads.ranges(pieces.shape[1])):
-        spans.append((start, stop, before))
+    for first, last, start, count in threads.each(name, threads.ranges(len(heads))):
+        spans.append((first, last, before, before + count))
         kept.append(slice(start, start + count))
         before += count
-    distinct, occurs = (np.concatenate([of[own] for own in kept]) for of in (distinct, occurs))
+    if len(kept) == 1:
+        return distinct[kept[0]], spans, labels, occurs[kept[0]]
+    both = ((of[:0], *(of[own] for own in kept)) for of in (distinct, occurs))
+    distinct, occurs = map(np.concatenate, both)
     return distinct, spans, labels, occurs
+
+
+_SCRATCH = threading.local()
+
+
+def _scratch(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of this thread, for `loops.name_rows`."""
+    found = getattr(_SCRATCH, "arrays", None)
+    if found is None or len(found[0]) < size:
+        found = _SCRATCH.arrays = np.empty(size, np.int32), np.empty(size, np.int64)
+    return found
 
 
 def make_request(
     layout: RowLayout,
-    rows: np.ndarray,
+    ids: np.ndarray,
     hot: HotRows | None = None,
     parts: Sequence[Parts | None] = (None, None),
     pieces: np.ndarray | None = None,
     threads: Threads = ALONE,
 ) -> RowRequest:
-    """The request for the rows (int64 `[n]`) of one rank's local batch.
+    """The request for the ids (int64 `[n]`) of one rank's local batch.
 
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
     homes, for replicated and for sharded rows; None: one; `pieces`: see `distinct_rows`.
     """
     world = layout.world_size
-    distinct, spans, labels, occurs = distinct_rows(rows, pieces, threads)
+    pieces = one_piece(len(ids)) if pieces is None else pieces
+    distinct, spans, labels, occurs = distinct_rows(ids, pieces, threads)
     local, homes = layout.local(distinct), _NONE
     if world > 1 or hot is not None:
         homes = layout.home(distinct).astype(np.int32)
@@ -507,7 +534,7 @@ def make_request(
         first += world * shelves
     by_place = np.empty_like(occurs)
     by_place[places] = occurs
-    return RowRequest(*asked, spans, labels, places, by_place)
+    return RowRequest(*asked, pieces, spans, labels, places, by_place)
 
 
 @dataclass(frozen=True)
@@ -546,13 +573,12 @@ def assemble(
         shard = shard_plan(sharded, request.sharded.rows, move_after)
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-    positions, order, segments = occurrences(request, asked, threads)
-    fetch = _joined(fetches, base)
-    missing = np.zeros(leaf_rows, bool)
-    missing[fetch] = True
+    slots, fetch = np.concatenate(slots), _joined(fetches, base)
+    missing = np.zeros(leaf_rows, np.uint8)
+    missing[fetch] = 1
     if sharded is not None:
         missing[total:] = (sharded.joined & FETCHED) != 0
-    missed = int(request.occurs[missing[asked]].sum())
+    positions, order, segments, missed = occurrences(request, asked, missing, threads)
     return StepPlan(
         step=own.step,
         kind=own.kind,
@@ -561,15 +587,16 @@ def assemble(
         touched=as_tensor(asked),
         segments=torch.from_numpy(segments),
         touched_counts=tuple(map(len, replies)),
-        slots=as_tensor(slots[0] if len(slots) == 1 else np.concatenate(slots)),
+        slots=as_tensor(slots),
         home_counts=home_counts,
         source_rows=as_tensor(np.concatenate(own.replies)),
         source_counts=tuple(map(len, own.replies)),
         fetch=as_tensor(fetch),
+        fetch_slots=as_tensor(slots[fetch]),
         fetch_counts=tuple(map(len, fetches)),
-        fetch_rows=as_tensor(own.fetch_rows),
+        fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
-        evict_rows=as_tensor(own.evict_rows),
+        evict_rows=as_tensor(own.evict_rows, np.int64),
         move_after=move_after,
         lookup_hits=len(positions) - missed,
         shard=shard,
@@ -577,24 +604,25 @@ def assemble(
 
 
 def occurrences(
-    request: RowRequest, canonical: np.ndarray, threads: Threads = ALONE
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`positions`, `order` and `segments` of a `StepPlan`, int64.
+    request: RowRequest, canonical: np.ndarray, missing: np.ndarray, threads: Threads = ALONE
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """`positions`, `order` and `segments` of a `StepPlan`, int32, and how many ids are `missing`.
 
-    `canonical` int32 `[R]`: the canonical index of each row that was asked for.
+    `canonical` int32 `[R]`: the canonical index of each row that was asked for; `missing` uint8, by
+    that: whether it is not cached.
     """
-    count = len(request.labels)
-    positions, order = np.empty(count, np.int64), np.empty(count, np.int64)
-    segments = np.zeros(len(request.occurs) + 1, np.int64)
-    request.occurs.cumsum(out=segments[1:])
-    starts = segments[:-1].astype(np.int32)
+    count, rows = len(request.labels), len(request.occurs)
+    positions, order = np.empty(count, np.int32), np.empty(count, np.int32)
+    segments, about = np.empty(rows + 1, np.int32), np.empty((rows, 2), np.int32)
+    canonical = np.ascontiguousarray(canonical, np.int32)
+    missed = loops.segment_rows(request.occurs, canonical, missing, segments)
 
-    def order_span(first: int, last: int, before: int) -> None:
-        named = (request.labels[first:last], request.places[before:], canonical)
-        loops.order_ids(first, *named, starts, positions[first:last], order)
+    def order_span(first: int, last: int, start: int, stop: int) -> None:
+        named = request.labels, request.places[start:stop], canonical, segments
+        loops.order_ids(request.pieces, first, last, *named, about[start:stop], positions, order)
 
     threads.each(order_span, request.spans)
-    return positions, order, segments
+    return positions, order, segments, missed
 
 
 def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distcache.cache import FOREIGN, FREE, DeviceCache, StateSlots
+from distcache.cache import FOREIGN, FREE, DeviceCache, StateSlots, in_one_piece
 from distcache.errors import ConfigError, MemoryTooSmallError, PlanError
 from distcache.popularity.slots import cache_bytes, cache_slots
 from distcache.store import memory as available
@@ -58,7 +58,7 @@ def write(cache: DeviceCache, slots, weight, state) -> None:
 
 def assert_rows(cache: DeviceCache, slots: Tensor, rows: Tensor, version: int) -> None:
     """Slots hold these rows' values, in weight and state."""
-    weight, state = cache.read(slots)
+    weight, state = in_one_piece(cache.read(slots), (cache.dim, cache.state_width))
     want, want_state = rows_of(rows, version, cache.state_width)
     assert weight.device.type == cache.device.type
     assert torch.equal(weight.cpu(), want)
@@ -208,7 +208,7 @@ def test_state_comes_with_own_and_sharded_rows_alone(width: int) -> None:
     cache.mark_dirty(ints(0, 6, 12))
     left, leaving = cache.evict(ints(6, 7, 12), ints(60, 71, 92))
     assert left.tolist() == [6, 12] and leaving.tolist() == [60, 92]
-    weight, state = cache.read(left)
+    weight, state = in_one_piece(cache.read(left), (cache.dim, cache.state_width))
     want, want_state = rows_of(leaving, 0, width)
     assert torch.equal(weight, want) and (width == 0 or torch.equal(state, want_state))
 

@@ -23,7 +23,7 @@ from fake_device.process import run
 from scenarios import OPTIMIZERS, Scenario, make_mode, table
 
 from distcache import lookahead
-from distcache.cache import DeviceCache
+from distcache.cache import DeviceCache, in_one_piece
 from distcache.comm.world import close_world, open_world
 from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
@@ -150,7 +150,7 @@ def grown() -> list[list[float]]:
         torch.zeros(2, 4, device="cuda")
     torch.cuda.current_stream().synchronize()
     with torch.cuda.stream(beside):
-        return [part.tolist() for part in cache.read(rows) if part is not None]
+        return [part.tolist() for part in in_one_piece(cache.read(rows), (4, 4))]
 
 
 def first_steps(call: dict[str, Any]) -> list[float]:

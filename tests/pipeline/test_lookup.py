@@ -23,7 +23,7 @@ def on_device(positions: torch.Tensor, lengths: list[int], features: int, rows: 
     )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     bags = GroupBags(features, positions.numpy(), offsets, None, None)
-    return DeviceBags(bags, plan, torch.device("cpu"))
+    return DeviceBags.of(bags, plan, torch.device("cpu")).arranged()
 
 
 def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:

@@ -18,7 +18,7 @@ from policy_reference import counted
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.planner import loops
-from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.home import HomePlanner, Parts, Threads
 from distcache.planner.shard import HotRows, distinct_rows, make_request, occurrences
 from distcache.planner.victims import ByCount
 
@@ -57,20 +57,40 @@ def as_rows(values: list[int], kind: str) -> np.ndarray:
 
 
 @examples(150)
-@given(ids, kinds, st.sampled_from([1, 3, 2**33, 2**56]))
+@given(ids, kinds, st.sampled_from([1, 3, 2**33, 2**48]))
 def test_distinct_rows(values: list[int], kind: str, stride: int) -> None:
     rows = as_rows(values, kind)
     distinct, spans, labels, occurs = by_all(distinct_rows, rows * stride)
-    assert spans == [(0, len(rows), 0)]
+    assert spans == [(0, 1, 0, len(distinct))] * (len(rows) > 0)
     assert distinct.tolist() == [stride * row for row in dict.fromkeys(rows.tolist())]
     assert (distinct[labels] == rows * stride).all()
     assert occurs.tolist() == np.bincount(labels, minlength=len(distinct)).tolist()
-    shift, many = 121, 1 + stride * int(rows.max(initial=0))
-    pieces = np.array([[len(rows), len(rows), 2 * len(rows)], [0, 0, shift * stride], [many] * 3])
-    two = by_all(distinct_rows, np.concatenate((rows, rows + shift)) * stride, pieces)
-    assert two[0].tolist() == [*distinct.tolist(), *(distinct + shift * stride).tolist()]
-    assert two[2].tolist() == [*labels.tolist(), *(labels + len(distinct)).tolist()]
-    assert two[3].tolist() == occurs.tolist() * 2
+
+
+@examples(150)
+@given(ids, kinds, st.sampled_from([1, 2**33]), st.booleans())
+def test_distinct_rows_by_table(values: list[int], kind: str, stride: int, late: bool) -> None:
+    """Features 0 and 2 share a table, which comes before that of feature 1, or after it."""
+    rows = as_rows(values, kind)
+    features = [rows * stride, rows[::2] * stride, rows[::-1] * stride]
+    edges, ids = np.cumsum([0, *map(len, features)]), np.concatenate(features)
+    order, first = np.array([1, 0, 2] if late else [0, 2, 1]), np.array([7, 2**40, 7])
+    many, shared = 1 + stride * int(rows.max(initial=0)), 2 * len(rows)
+    rooms = [len(rows[::2]), shared, 0] if late else [shared, 0, len(rows[::2])]
+    pieces = np.stack([edges[order], edges[order + 1], first[order], [many] * 3, rooms])
+    distinct, spans, labels, occurs = by_all(distinct_rows, ids, pieces)
+    named = np.concatenate([of + start for of, start in zip(features, first, strict=True)])
+    by_table = np.concatenate([features[at] + first[at] for at in order])
+    assert distinct.tolist() == list(dict.fromkeys(by_table.tolist()))
+    assert (distinct[labels] == named).all()
+    assert occurs.tolist() == np.bincount(labels, minlength=len(distinct)).tolist()
+    threads = Threads(2)
+    own, spans, *_ = distinct_rows(ids, pieces, threads)
+    threads.close()
+    assert own.tolist() == distinct.tolist()
+    assert [span[:2] for span in spans] == ([(0, 1), (1, 3)] if late else [(0, 2), (2, 3)])[
+        : 2 * len(rows)
+    ]
 
 
 @examples(150)
@@ -99,11 +119,11 @@ def test_a_home_names_rows_by_shelf_then_by_first_occurrence_over_the_ranks(
 @pytest.mark.parametrize("size", [3, 10**6])
 def test_an_id_outside_its_table_is_told(size: int) -> None:
     """Where rows have an index of their own, and where they are hashed."""
-    pieces = np.array([[2, 5], [0, 7], [7, size]])
-    for row in (6, 7 + size, -1):
-        rows = np.array([0, 6, 7, row, 8])
-        told = by_all(distinct_rows, rows, pieces)
-        assert told == f"id 3 is row {row}: ids must lie within their tables"
+    pieces = np.array([[0, 2], [2, 5], [0, 7], [7, size], [2, 3]])
+    for row in (size, -1):
+        ids = np.array([0, 6, 1, row, 2])
+        told = by_all(distinct_rows, ids, pieces)
+        assert told == f"id 3 is {row}: ids must lie within their tables"
 
 
 def test_a_row_that_a_home_does_not_have_is_told() -> None:
@@ -224,7 +244,8 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
             others = np.concatenate([counts] + [0 * counts] * (world - 1))
             home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1), others)
             home.plan()
-            occurrences(request, request.places)
+            missing = np.zeros(len(request.places), np.uint8)
+            occurrences(request, request.places, missing)
             peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
