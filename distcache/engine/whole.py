@@ -250,8 +250,8 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
         hot, tail = hot[~is_tail], hot[is_tail]
     for taken, parts in warm_blocks(group, hot, slots.replicated, share):
         own = torch.from_numpy(parts[rank])
-        slots = (torch.from_numpy(taken), None)
-        replicated = (slots, [len(part) for part in parts], own)
+        at = (torch.from_numpy(taken), None)
+        replicated = (at, [len(part) for part in parts], own)
         gathered = rows.gather_rows(own, counts)
         rows.fill_slots(gathered, replicated, None, link, "warm start")
     room, layout = slots.own_sharded, group.layout

@@ -503,12 +503,13 @@ class HomePlanner(Planner):
             self._widen(0, 2 * keys)
         count, firsts = entry.rows, entry.firsts
         slots, fetch, fetched, left, leaving = (np.empty(count, np.int32) for _ in range(5))
-        levels, done = np.empty(count, np.uint8), np.empty((parts.count, 3), np.int64)
+        levels, counted = np.empty(count, np.uint8), np.empty(count, np.uint8)
+        done = np.empty((parts.count, 3), np.int64)
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, firsts)
         what += (self._own_slots, parts.shape)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
         scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
-        out = (slots, levels, fetch, fetched, left, leaving, done)
+        out = (slots, levels, counted, fetch, fetched, left, leaving, done)
         self.threads.share(
             parts.count,
             lambda a, b: loops.plan(self._home, a, b, *what, *when, *scale, *out),

@@ -387,20 +387,22 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
         append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
 
 
-@compiled(i8(out44, in4, in88, i8, i8, i8, i8, out4, out4, out4))
+@compiled(i8(out44, in4, in88, i8, i8, i8, out4, out4, out4))
 def name_part(
     index: np.ndarray,
     rows: np.ndarray,
     starts: np.ndarray,
     part: int,
     inner: int,
-    step: int,
     base: int,
     distinct: np.ndarray,
     previous: np.ndarray,
     labels: np.ndarray,
 ) -> int:
-    """The rows of one part that the ranks name in `step`; how many are distinct; see `ingest`."""
+    """The rows of one part that the ranks name in a step; how many are distinct; see `ingest`.
+
+    Until `refer` tells it the step, `index` has their labels.
+    """
     count = 0
     for shelf in range(part << inner, (part + 1) << inner):
         for rank in range(len(starts)):
@@ -412,34 +414,41 @@ def name_part(
                 seen = index[row, NAMED]
                 if seen >= -1:
                     distinct[base + count], previous[base + count] = row, seen
-                    index[row, NAMED] = -2 - count  # a label until the end
+                    index[row, NAMED] = -2 - count
                     labels[i] = count
                     count += 1
                 else:
                     labels[i] = -2 - seen
-    for k in range(base, base + count):
-        index[distinct[k], NAMED] = step
     return count
 
 
-@compiled(types.void(_home, i8, i8, i8, in4, in4, i8, i8))
+@compiled(types.void(_home, i8, i8, i8, i8, in4, in4, i8, i8))
 def refer(
     home: Home,
     part: int,
     planned: int,
     step: int,
+    looks_ahead: bool,
     distinct: np.ndarray,
     previous: np.ndarray,
     start: int,
     stop: int,
 ) -> None:
-    """Tell those rows of one part whose last step is `planned`, or before that, of `step`, which
-    uses them next; the others wait for the step that named them."""
+    """Note that `step` has named the rows of one part.
+
+    Where the policy `looks_ahead`, tell those whose last step is `planned`, or before that, of
+    `step`, which uses them next; the others wait for the step that named them.
+    """
     mask, room = len(home.origins) - 1, home.waiting.shape[1] - 1
-    ends = home.ends[part, step & mask]
+    index, ends = home.index[part], home.ends[part, step & mask]
+    if not looks_ahead:
+        for k in range(start, stop):
+            index[distinct[k], NAMED] = step
+        return
     for group in range(step - planned - 1):
         ends[group] = 0
     for k in range(start, stop):
+        index[distinct[k], NAMED] = step
         if previous[k] > planned:
             ends[previous[k] - planned - 1] += 1
         else:
@@ -486,10 +495,9 @@ def ingest(
     """
     for part in range(first, last):
         index, base = home.index[part], bases[part]
-        count = name_part(index, rows, starts, part, inner, step, base, distinct, previous, labels)
-        counts[part] = count
-        if looks_ahead:
-            refer(home, part, planned, step, distinct, previous, base, base + count)
+        count = name_part(index, rows, starts, part, inner, base, distinct, previous, labels)
+        counts[part], found = count, (distinct, previous, base, base + count)
+        refer(home, part, planned, step, looks_ahead, *found)
 
 
 @compiled(types.void(_home, i8, i8, i8))
@@ -631,27 +639,43 @@ def count_use(
     return level
 
 
-@compiled(i8(_home, i8, i8, in4, i8, i8, i8, out4, out4))
+@compiled(i8(_home, i8, i8, in4, in4, i8, i8, i8, i8, in8, in8, in44, out4, out1, out1, out4))
 def look_up(
     home: Home,
     part: int,
     step: int,
     distinct: np.ndarray,
+    previous: np.ndarray,
     shift: int,
     start: int,
     stop: int,
+    rate: int,
+    values: np.ndarray,
+    factors: np.ndarray,
+    names: np.ndarray,
     slots: np.ndarray,
+    levels: np.ndarray,
+    counted: np.ndarray,
     fetch: np.ndarray,
 ) -> int:
     """Hold the slots of those rows `distinct[shift + k]`, k from `start` to `stop` - 1, that are
-    cached. Writes each row's slot, or -1, to `slots[k]`, and the k of the others to `fetch` from
-    `start` on; returns how many they are."""
+    cached, and count the use of all (see `plan`), from `levels[k]` to `counted[k]`. Writes each
+    row's slot, or -1, to `slots[k]`, and the k of the others to `fetch` from `start` on; returns
+    how many they are."""
     index, table, count = home.index[part], home.table[part], start
     for k in range(start, stop):
         if k + _EARLY < stop:
             fetch_early(index, distinct[shift + k + _EARLY])
-        slot = index[distinct[shift + k], HELD] // LEVELS
-        slots[k] = slot
+        row = distinct[shift + k]
+        held = np.int64(index[row, HELD])
+        slot, level = held // LEVELS, held & (LEVELS - 1)
+        slots[k], levels[k] = slot, level
+        if rate >= 0:
+            name = names[part, row] if names.shape[1] else row
+            age = min(step - np.int64(previous[shift + k]), _OLDEST) * rate
+            level = count_use(level, age, name, step, values, factors)
+            index[row, HELD] = slot * LEVELS + level
+        counted[k] = level
         if slot < 0:
             fetch[count] = k
             count += 1
@@ -676,7 +700,7 @@ def raise_keys(home: Home, part: int, base: int) -> None:
 
 @compiled(
     types.void(_home, i8, i8, in4, in4, in8, in8, in8, in8, in8, i8, i8, i8, i8, i8, in4, in8, in8,
-               in44, out4, out1, out4, out4, out4, out4, out88)
+               in44, out4, out1, out1, out4, out4, out4, out4, out88)
 )  # fmt: skip
 def plan(
     home: Home,
@@ -700,6 +724,7 @@ def plan(
     names: np.ndarray,
     slots: np.ndarray,
     levels: np.ndarray,
+    counted: np.ndarray,
     fetch: np.ndarray,
     fetched: np.ndarray,
     evict_slots: np.ndarray,
@@ -710,14 +735,14 @@ def plan(
 
     `distinct`, `previous`, `bases` and `counts` are what `ingest` wrote; part p has rows
     `dense[p]` and up of the home's, and slots `own_slots[p]` and up of the device's. Of these rows
-    it writes there: `slots`, and the `levels` that they had (uint8; where uses are counted: at
-    `rate` >= 0). And from `dense[p]` on: `fetch`, which of the home's rows to fetch, and `fetched`,
-    their local rows; `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]`
-    each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
-    slot that is filled, -2 where slots are too few. `shape`: of the home, see `divide_rows`;
-    `newest`: the last step that the window knows. Keys are `base` + `ranks` of levels; `values`,
-    `factors`: see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are called there,
-    none: as they are numbered in their part.
+    it writes there: `slots`, the `levels` that they had, and those that they have, `counted` (uint8
+    both; others where uses are counted: at `rate` >= 0). And from `dense[p]` on: `fetch`, which of
+    the home's rows to fetch, and `fetched`, their local rows; `evict_slots`, and `evicted`, the
+    local rows that leave these. int32 `[U]` each. `done` int64 `[K, 3]`: how many are fetched, how
+    many leave, and the latest last use of a slot that is filled, -2 where slots are too few.
+    `shape`: of the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are
+    `base` + `ranks` of levels; `values`, `factors`: see `count_use`; `names` int32 `[K, R]` or
+    `[K, 0]`: what rows are called there, none: as they are numbered in their part.
     """
     mask = len(home.origins) - 1
     for part in range(first, last):
@@ -726,7 +751,8 @@ def plan(
         stop = start + counts[part]
         if counts[part] * _SPARSE > len(table):
             done[part, 0] = read_all(table)
-        misses = look_up(home, part, step, distinct, shift, start, stop, slots, fetch)
+        what = (distinct, previous, shift, start, stop, rate, values, factors, names)
+        misses = look_up(home, part, step, *what, slots, levels, counted, fetch)
         node = len(row_of) + STEPS + (step & mask)
         table[node, AFTER], table[node, BEFORE] = node, node
         highest, end = base + ranks[len(ranks) - 1], start + misses
@@ -745,21 +771,13 @@ def plan(
                 evict_slots[leaving] = slot + own_slots[part]
                 evicted[leaving] = row_in(part, old, shape)
                 leaving += 1
-            index[row, HELD] = slot * LEVELS + (index[row, HELD] & (LEVELS - 1))
+            index[row, HELD] = slot * LEVELS + counted[fetch[i]]
             row_of[slot], slots[fetch[i]] = row, slot
             fetched[i] = row_in(part, row, shape)
         done[part, 0], done[part, 1], done[part, 2] = misses, leaving - start, latest
         look_ahead(home, part, step, newest)
         for k in range(start, stop):
-            row, slot = distinct[shift + k], slots[k]
-            level = index[row, HELD] & (LEVELS - 1)
-            if rate >= 0:
-                levels[k] = level
-                name = names[part, row] if names.shape[1] else row
-                age = min(step - np.int64(previous[shift + k]), _OLDEST) * rate
-                level = count_use(level, age, name, step, values, factors)
-                index[row, HELD] = slot * LEVELS + level
-            file(home, part, slot, row, base + ranks[level])
+            file(home, part, slots[k], distinct[shift + k], base + ranks[counted[k]])
             slots[k] += own_slots[part]
         raise_keys(home, part, base)
 
