@@ -168,7 +168,7 @@ class StreamPlanner:
             # Without a window nothing is read beyond the step that is decided.
             due = waiting.popleft() if len(waiting) > window > 0 else None
             asking = Part(self.ingested, Status.STOP) if stop() else self._ask(iterator)
-            verdict, planned = self._exchanged(asking, due)
+            verdict, planned = self._exchanged(asking, due, len(waiting) >= window > 0)
             if verdict.status is Status.STOP:
                 self._after_stop(verdict, stop)
                 return
@@ -222,9 +222,13 @@ class StreamPlanner:
         flight.note("ingest", LANE, began)
         return Part(step, flight=flight)
 
-    def _exchanged(self, asking: Part | None, due: Flight | None) -> tuple[Verdict, Flight | None]:
+    def _exchanged(
+        self, asking: Part | None, due: Flight | None, decide: bool = False
+    ) -> tuple[Verdict, Flight | None]:
         """Bring the rows of what is asked for, if all ranks have some, to their homes, and decide
-        `due`: what all ranks say of the first, and the second planned unless one of them stops."""
+        `due`: what all ranks say of the first, and the second planned unless one of them stops.
+        `decide`: the step after `due` is the next to be decided, without another that is asked
+        for."""
         asked, deciding = asking and asking.flight, None
         if due is not None and asking is not None and asking.status is Status.STOP:
             deciding = Part(due.step, Status.STOP)
@@ -236,18 +240,18 @@ class StreamPlanner:
             about.note("plan_exchange", LANE, began)
         if asked is not None and told.asked.status is Status.OK:
             asked.planning_bytes = told.sent
-            self._ingest(asked, told)
+            self._ingest(asked, told, decide)
         elif asking is None and due is not None:
             due.planning_bytes += told.sent
         if due is None or deciding is None or told.decided is None:
             return told.asked, None
         return told.asked, self._planned(due, deciding, told, told.decided)
 
-    def _ingest(self, flight: Flight, told: Told) -> None:
+    def _ingest(self, flight: Flight, told: Told, decide: bool) -> None:
         """Take in what all ranks name of this home's rows."""
         began = time.perf_counter()
         for region, *named in zip(self.regions, told.named, told.counts, strict=True):
-            region.planner.ingest(flight.step, flight.batch.kind, *named)
+            region.planner.ingest(flight.step, flight.batch.kind, *named, decide)
         if flight.batch.global_size == UNKNOWN:
             flight.batch = flight.batch.among(told.samples, self.link.world.rank)
         flight.note("ingest", LANE, began)

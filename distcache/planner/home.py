@@ -311,13 +311,19 @@ class Planner:
         return self._window[0].rows
 
     def ingest(
-        self, step: int, kind: str, requests: Sequence[np.ndarray], counts: np.ndarray | None = None
+        self,
+        step: int,
+        kind: str,
+        requests: Sequence[np.ndarray],
+        counts: np.ndarray | None = None,
+        decide: bool = False,
     ) -> Ingested:
         """Take the rows, homed here, that every rank names in `step`, in rank order.
 
         `requests`: of each rank, int32, numbered in their parts, by shelf; `counts` int64 `[W,
-        shelves]`: how many are on each. Raises PlanError for a row that the layout does not
-        have, and for a step that does not come after those before it.
+        shelves]`: how many are on each; `decide`: `plan` comes next, of the oldest step before
+        this one, and may well be done at the same time. Raises PlanError for a row that the layout
+        does not have, and for a step that does not come after those before it.
         """
         rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
         rows = np.ascontiguousarray(rows, dtype=np.int32)
@@ -351,13 +357,17 @@ class Planner:
         if self._looks_ahead:
             self._make_room(step, by_part)
         inner = self.parts.shelves - self.parts.bits
-        named = (rows, starts, inner, bases, self._planned, step, self._looks_ahead)
-        found = (entry.distinct, entry.previous, entry.labels, entry.counts)
-        self.threads.share(
-            self.parts.count, lambda a, b: loops.ingest(self._home, a, b, *named, *found)
-        )
+        named = loops.Named(
+            step, self._planned, self._looks_ahead, inner, rows, starts, bases,
+            entry.distinct, entry.previous, entry.labels, entry.counts,
+        )  # fmt: skip
         self._window.append(entry)
+        self._take_in(named, decide)
         return entry
+
+    def _take_in(self, named: loops.Named, decide: bool) -> None:
+        """The work of `ingest` in all parts."""
+        self.threads.share(self.parts.count, lambda a, b: loops.ingest(self._home, a, b, named))
 
     def _make_room(self, step: int, rows: np.ndarray) -> None:
         """Room for what the window knows of `step`, which names so many rows of each part."""
@@ -445,6 +455,7 @@ class HomePlanner(Planner):
         if popularity is not None and policy.ranking == "frequency":
             known.index[..., loops.HELD] += parts.spread(popularity)
         self._home, self._highest = known, 0
+        self._decided: HomeDecision | None = None
         self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._hold(np.full(slots, -1, np.int64), -1)
 
@@ -457,10 +468,14 @@ class HomePlanner(Planner):
     @property
     def due_rows(self) -> int:
         """See `Planner.due_rows`."""
+        if self._decided is not None:
+            return len(self._decided.slots)
         entry, parts = self._window[0], self.parts
-        if not (entry.counts > self._sizes).any():
-            return entry.rows
-        return parts.enough(entry.local(parts))
+        return entry.rows if self._fits(entry) else parts.enough(entry.local(parts))
+
+    def _fits(self, entry: Ingested) -> bool:
+        """Whether the rows of each part find room."""
+        return not (entry.counts > self._sizes).any()
 
     def _make_room(self, step: int, rows: np.ndarray) -> None:
         """See `Planner._make_room`."""
@@ -481,11 +496,25 @@ class HomePlanner(Planner):
             self._home = known._replace(waiting=waiting)
         known.origins[step & (steps - 1)] = self._planned + 1
 
+    def _take_in(self, named: loops.Named, decide: bool) -> None:
+        """See `Planner._take_in`: with the next decision, where that is known to be possible."""
+        if not decide or len(self._window) < 2 or not self._fits(self._window[0]):
+            super()._take_in(named, decide)
+            return
+        due, decided = self._begin()
+        self.threads.share(
+            self.parts.count, lambda a, b: loops.advance(self._home, a, b, named, due)
+        )
+        self._decided = decided()
+
     def plan(self) -> HomeDecision:
         """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when the
         distinct rows of a part exceed its slots."""
-        entry, ranking, parts = self._window[0], self._ranking, self.parts
-        if (entry.counts > self._sizes).any():
+        found, self._decided = self._decided, None
+        if found is not None:
+            return found
+        entry = self._window[0]
+        if not self._fits(entry):
             needs = self.due_rows
             raise StepTooLargeError(
                 f"step {entry.step}: home rank {self.home} has {entry.rows} distinct rows, which "
@@ -493,7 +522,13 @@ class HomePlanner(Planner):
                 rows=needs,
                 slots=self.slots,
             )
-        self._window.popleft()
+        due, decided = self._begin()
+        self.threads.share(self.parts.count, lambda a, b: loops.plan(self._home, a, b, due))
+        return decided()
+
+    def _begin(self) -> tuple[loops.Due, Callable[[], HomeDecision]]:
+        """The oldest step for the loops, and what gives the decision once they are done."""
+        entry, ranking, count = self._window.popleft(), self._ranking, self.parts.count
         step = self._planned = entry.step
         newest = self._window[-1].step if self._window and self._looks_ahead else step
         before = ranking.learn(entry.rows, step)
@@ -501,33 +536,32 @@ class HomePlanner(Planner):
         keys = self._highest - int(self._home.keys.min()) + 1
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
-        count, firsts = entry.rows, entry.firsts
-        slots, fetch, fetched, left, leaving = (np.empty(count, np.int32) for _ in range(5))
-        levels, counted = np.empty(count, np.uint8), np.empty(count, np.uint8)
-        done = np.empty((parts.count, 3), np.int64)
-        what = (entry.distinct, entry.previous, entry.bases, entry.counts, firsts)
-        what += (self._own_slots, parts.shape)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
         scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
-        out = (slots, levels, counted, fetch, fetched, left, leaving, done)
-        self.threads.share(
-            parts.count,
-            lambda a, b: loops.plan(self._home, a, b, *what, *when, *scale, *out),
-        )
+        what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.firsts)
+        kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
+        out = [np.empty(entry.rows, kind) for kind in kinds]
+        done = np.empty((count, 3), np.int64)
+        due = loops.Due(*when, *scale, *what, self._own_slots, self.parts.shape, *out, done)
+        return due, lambda: self._decision(entry, due, before)
+
+    def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
+        """What the loops have decided."""
+        done, firsts = due.done, entry.firsts
         if (done[:, 2] < -1).any():
             raise PlanError(
-                f"step {step}: home rank {self.home} finds too few slots that may leave"
+                f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
             )
-        self._past.append((entry, levels, before))
-        fetch, fetched = (_joined(of, firsts, done[:, 0]) for of in (fetch, fetched))
-        left, leaving = (_joined(of, firsts, done[:, 1]) for of in (left, leaving))
+        self._past.append((entry, due.levels, before))
+        fetch, fetched = (_joined(of, firsts, done[:, 0]) for of in (due.fetch, due.fetched))
+        left, leaving = (_joined(of, firsts, done[:, 1]) for of in (due.evict_slots, due.evicted))
         rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (fetched, leaving)]
         return HomeDecision(
-            step=step,
+            step=entry.step,
             kind=entry.kind,
             previous=entry.dense(entry.previous),
             replies=entry.replies(),
-            slots=slots,
+            slots=due.slots,
             fetch=fetch,
             fetch_rows=rows[0],
             evict_slots=left,
@@ -538,6 +572,7 @@ class HomePlanner(Planner):
     def restore(self, slot_row: np.ndarray, step: int) -> None:
         """See `Planner.restore`. How far planning was ahead leaves no trace: what later steps were
         counted for is taken back. Where rows score the same, the less popular leaves first."""
+        self._decided = None
         while self._window:
             self._unname(self._window.pop())
         while self._past and self._past[-1][0].step > step:

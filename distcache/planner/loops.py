@@ -317,9 +317,7 @@ _EARLY = 24
 """Rows ahead of the one that is looked at whose entries in `index` are on their way."""
 
 _SPARSE, _LINE = 16, 4
-"""A table of which a step uses more than 1 / `_SPARSE` is read from end to end first, every
-`_LINE`th row, which brings it to the core's cache: a walk through a list waits for every slot that
-is not there."""
+"""See `read_all`; rows of a table that are brought at once."""
 
 
 def fetch_early(table: np.ndarray, row: int) -> None:
@@ -332,7 +330,7 @@ def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         own = context.make_array(table)(context, builder, arguments[0])
-        place = [arguments[1], context.get_constant(types.intp, 0)]
+        place = [arguments[1]] + [context.get_constant(types.intp, 0)] * (table.ndim - 1)
         at = cgutils.get_item_pointer(context, builder, table, own, place, wraparound=False)
         kind, number = ir.VoidType(), ir.IntType(32)
         of = ir.FunctionType(kind, [at.type, number, number, number])
@@ -346,15 +344,6 @@ def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
 @extending.overload(fetch_early, inline="always")
 def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
     return lambda table, row: _prefetch(table, np.int64(row))
-
-
-@compiled(i8(out44))
-def read_all(table: np.ndarray) -> int:
-    """Bring a table to the core's cache; what is returned says nothing."""
-    found = 0
-    for row in range(0, len(table), _LINE):
-        found ^= table[row, 0]
-    return found
 
 
 @compiled(types.void(out44, i8))
@@ -387,117 +376,86 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
         append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
 
 
-@compiled(i8(out44, in4, in88, i8, i8, i8, out4, out4, out4))
-def name_part(
-    index: np.ndarray,
-    rows: np.ndarray,
-    starts: np.ndarray,
-    part: int,
-    inner: int,
-    base: int,
-    distinct: np.ndarray,
-    previous: np.ndarray,
-    labels: np.ndarray,
-) -> int:
-    """The rows of one part that the ranks name in a step; how many are distinct; see `ingest`.
-
-    Until `refer` tells it the step, `index` has their labels.
-    """
-    count = 0
-    for shelf in range(part << inner, (part + 1) << inner):
-        for rank in range(len(starts)):
-            stop = starts[rank, shelf + 1]
-            for i in range(starts[rank, shelf], stop):
-                if i + _EARLY < stop:
-                    fetch_early(index, rows[i + _EARLY])
-                row = rows[i]
-                seen = index[row, NAMED]
-                if seen >= -1:
-                    distinct[base + count], previous[base + count] = row, seen
-                    index[row, NAMED] = -2 - count
-                    labels[i] = count
-                    count += 1
-                else:
-                    labels[i] = -2 - seen
-    return count
-
-
-@compiled(types.void(_home, i8, i8, i8, i8, in4, in4, i8, i8))
-def refer(
-    home: Home,
-    part: int,
-    planned: int,
-    step: int,
-    looks_ahead: bool,
-    distinct: np.ndarray,
-    previous: np.ndarray,
-    start: int,
-    stop: int,
-) -> None:
-    """Note that `step` has named the rows of one part.
-
-    Where the policy `looks_ahead`, tell those whose last step is `planned`, or before that, of
-    `step`, which uses them next; the others wait for the step that named them.
-    """
-    mask, room = len(home.origins) - 1, home.waiting.shape[1] - 1
-    index, ends = home.index[part], home.ends[part, step & mask]
-    if not looks_ahead:
-        for k in range(start, stop):
-            index[distinct[k], NAMED] = step
-        return
-    for group in range(step - planned - 1):
-        ends[group] = 0
-    for k in range(start, stop):
-        index[distinct[k], NAMED] = step
-        if previous[k] > planned:
-            ends[previous[k] - planned - 1] += 1
-        else:
-            tell(home, part, distinct[k], step, True)
-    begin, before = home.heads[part], 0
-    for group in range(step - planned - 1):
-        count, ends[group] = ends[group], before
-        before += count
-    home.begins[part, step & mask], home.heads[part] = begin, begin + before
-    for k in range(start, stop):
-        group = previous[k] - planned - 1
-        if group >= 0:
-            home.waiting[part, (begin + ends[group]) & room] = distinct[k]
-            ends[group] += 1
-
-
-@compiled(
-    types.void(_home, i8, i8, in4, in88, i8, in8, i8, i8, types.boolean, out4, out4, out4, out8)
-)
-def ingest(
-    home: Home,
-    first: int,
-    last: int,
-    rows: np.ndarray,
-    starts: np.ndarray,
-    inner: int,
-    bases: np.ndarray,
-    planned: int,
-    step: int,
-    looks_ahead: bool,
-    distinct: np.ndarray,
-    previous: np.ndarray,
-    labels: np.ndarray,
-    counts: np.ndarray,
-) -> None:
-    """Take in what all ranks name in `step` of the parts from `first` to `last` - 1.
+class Named(NamedTuple):
+    """What all ranks name in `step` of a home's rows, and where `ingest` writes what follows.
 
     `rows` int32 `[N]`: rows in their parts, by rank, then by shelf: those of rank r and shelf s
-    from `starts[r, s]` to `starts[r, s + 1]`; 2^`inner` shelves are a part. Writes, from `bases[p]`
-    on, the `counts[p]` `distinct` rows of each part, by shelf, then first occurrence, and the steps
-    that named them `previous` to this (-1: none), int32 `[N]`, and for each of `rows` its place
-    among these of its part, `labels`. Where the policy `looks_ahead`, `refer` does its work;
+    from `starts[r, s]` to `starts[r, s + 1]`; 2^`inner` shelves are a part. From `bases[p]` on, the
+    `counts[p]` `distinct` rows of each part, by shelf, then first occurrence, and the steps that
+    named them `previous` to this (-1: none), int32 `[N]`, and for each of `rows` its place among
+    these of its part, `labels`. Where the policy `looks_ahead`, the window learns of the step;
     `planned`: the last step that is.
     """
-    for part in range(first, last):
-        index, base = home.index[part], bases[part]
-        count = name_part(index, rows, starts, part, inner, base, distinct, previous, labels)
-        counts[part], found = count, (distinct, previous, base, base + count)
-        refer(home, part, planned, step, looks_ahead, *found)
+
+    step: int
+    planned: int
+    looks_ahead: bool
+    inner: int
+    rows: np.ndarray
+    starts: np.ndarray
+    bases: np.ndarray
+    distinct: np.ndarray
+    previous: np.ndarray
+    labels: np.ndarray
+    counts: np.ndarray
+
+
+_named = types.NamedTuple(
+    [i8, i8, types.boolean, i8, out4, out88, out8, out4, out4, out4, out8], Named
+)
+
+
+@compiled(types.void(_home, i8, _named))
+def name_part(home: Home, part: int, named: Named) -> None:
+    """Find the distinct rows of one part; until the end `index` has -2 - the place of each among
+    them. Where the policy looks ahead, tell those that no step in the window names of this one,
+    which uses them next, and count the others by the step that does."""
+    index, base, count, step = home.index[part], named.bases[part], 0, named.step
+    ends, planned = home.ends[part, step & (len(home.origins) - 1)], named.planned
+    for shelf in range(part << named.inner, (part + 1) << named.inner):
+        for rank in range(len(named.starts)):
+            stop = named.starts[rank, shelf + 1]
+            for i in range(named.starts[rank, shelf], stop):
+                if i + _EARLY < stop:
+                    fetch_early(index, named.rows[i + _EARLY])
+                row = np.int64(named.rows[i])
+                seen = index[row, NAMED]
+                if seen < -1:
+                    named.labels[i] = -2 - seen
+                    continue
+                named.distinct[base + count], named.previous[base + count] = row, seen
+                index[row, NAMED] = -2 - count
+                named.labels[i] = count
+                count += 1
+                if named.looks_ahead and seen > planned:
+                    ends[seen - planned - 1] += 1
+                elif named.looks_ahead:
+                    tell(home, part, row, step, True)
+    named.counts[part] = count
+
+
+@compiled(types.void(_home, i8, _named))
+def ingest_part(home: Home, part: int, named: Named) -> None:
+    """Take in what all ranks name of one part. Rows that a step in the window names too wait for
+    that step."""
+    mask, room, steps = len(home.origins) - 1, home.waiting.shape[1] - 1, 0
+    index, ends = home.index[part], home.ends[part, named.step & mask]
+    if named.looks_ahead:
+        steps = named.step - named.planned - 1
+    ends[:steps] = 0
+    name_part(home, part, named)
+    begin, before = home.heads[part], 0
+    for group in range(steps):
+        count, ends[group] = ends[group], before
+        before += count
+    home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
+    start = named.bases[part]
+    for k in range(start, start + named.counts[part]):
+        row, group = named.distinct[k], named.previous[k] - named.planned - 1
+        index[row, NAMED] = named.step
+        if group >= 0 and group < steps:
+            home.waiting[part, (begin + ends[group]) & room] = row
+            ends[group] += 1
 
 
 @compiled(types.void(_home, i8, i8, i8))
@@ -639,45 +597,81 @@ def count_use(
     return level
 
 
-@compiled(i8(_home, i8, i8, in4, in4, i8, i8, i8, i8, in8, in8, in44, out4, out1, out1, out4))
-def look_up(
-    home: Home,
-    part: int,
-    step: int,
-    distinct: np.ndarray,
-    previous: np.ndarray,
-    shift: int,
-    start: int,
-    stop: int,
-    rate: int,
-    values: np.ndarray,
-    factors: np.ndarray,
-    names: np.ndarray,
-    slots: np.ndarray,
-    levels: np.ndarray,
-    counted: np.ndarray,
-    fetch: np.ndarray,
-) -> int:
-    """Hold the slots of those rows `distinct[shift + k]`, k from `start` to `stop` - 1, that are
-    cached, and count the use of all (see `plan`), from `levels[k]` to `counted[k]`. Writes each
-    row's slot, or -1, to `slots[k]`, and the k of the others to `fetch` from `start` on; returns
-    how many they are."""
-    index, table, count = home.index[part], home.table[part], start
+class Due(NamedTuple):
+    """A step that is decided, and where `plan` writes what is.
+
+    `distinct`, `previous`, `bases` and `counts` are what `ingest` wrote; part p has rows
+    `dense[p]` and up of the home's, and slots `own_slots[p]` and up of the device's; `shape`: of
+    the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are `base` +
+    `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors`: see `count_use`;
+    `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are numbered in
+    their part.
+
+    Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
+    have, `counted` (uint8 both). And from `dense[p]` on: `fetch`, which of the home's rows to
+    fetch, and `fetched`, their local rows; `evict_slots`, and `evicted`, the local rows that leave
+    these. int32 `[U]` each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the
+    latest last use of a slot that is filled, -2 where slots are too few.
+    """
+
+    step: int
+    newest: int
+    prefetch: int
+    rate: int
+    base: int
+    ranks: np.ndarray
+    values: np.ndarray
+    factors: np.ndarray
+    names: np.ndarray
+    distinct: np.ndarray
+    previous: np.ndarray
+    bases: np.ndarray
+    counts: np.ndarray
+    dense: np.ndarray
+    own_slots: np.ndarray
+    shape: np.ndarray
+    slots: np.ndarray
+    levels: np.ndarray
+    counted: np.ndarray
+    fetch: np.ndarray
+    fetched: np.ndarray
+    evict_slots: np.ndarray
+    evicted: np.ndarray
+    done: np.ndarray
+
+
+_due = types.NamedTuple(
+    [
+        *(i8, i8, i8, i8, i8, out4, out8, out8, out44),
+        *(out4, out4, out8, out8, out8, out8, out8),
+        *(out4, out1, out1, out4, out4, out4, out4, out88),
+    ],
+    Due,
+)
+
+
+@compiled(i8(_home, i8, _due))
+def look_up(home: Home, part: int, due: Due) -> int:
+    """Hold the slots of those rows of the step that are cached, and count the use of all. Writes
+    each row's slot, or -1, and which of them are to be fetched; returns how many these are."""
+    index, table, step, rate = home.index[part], home.table[part], due.step, due.rate
+    start, shift = due.dense[part], due.bases[part] - due.dense[part]
+    distinct, names, count, stop = due.distinct, due.names, start, start + due.counts[part]
     for k in range(start, stop):
         if k + _EARLY < stop:
             fetch_early(index, distinct[shift + k + _EARLY])
         row = distinct[shift + k]
         held = np.int64(index[row, HELD])
         slot, level = held // LEVELS, held & (LEVELS - 1)
-        slots[k], levels[k] = slot, level
+        due.slots[k], due.levels[k] = slot, level
         if rate >= 0:
-            name = names[part, row] if names.shape[1] else row
-            age = min(step - np.int64(previous[shift + k]), _OLDEST) * rate
-            level = count_use(level, age, name, step, values, factors)
+            name = np.int64(names[part, row] if names.shape[1] else row)
+            age = min(step - np.int64(due.previous[shift + k]), _OLDEST) * rate
+            level = count_use(level, age, name, step, due.values, due.factors)
             index[row, HELD] = slot * LEVELS + level
-        counted[k] = level
+        due.counted[k] = level
         if slot < 0:
-            fetch[count] = k
+            due.fetch[count] = k
             count += 1
         else:
             if table[slot, NEXT] != step:  # those that are to be used now go as a whole list
@@ -698,109 +692,111 @@ def raise_keys(home: Home, part: int, base: int) -> None:
         home.keys[part] += 1
 
 
-@compiled(
-    types.void(_home, i8, i8, in4, in4, in8, in8, in8, in8, in8, i8, i8, i8, i8, i8, in4, in8, in8,
-               in44, out4, out1, out1, out4, out4, out4, out4, out88)
-)  # fmt: skip
-def plan(
-    home: Home,
-    first: int,
-    last: int,
-    distinct: np.ndarray,
-    previous: np.ndarray,
-    bases: np.ndarray,
-    counts: np.ndarray,
-    dense: np.ndarray,
-    own_slots: np.ndarray,
-    shape: np.ndarray,
-    step: int,
-    newest: int,
-    prefetch: int,
-    rate: int,
-    base: int,
-    ranks: np.ndarray,
-    values: np.ndarray,
-    factors: np.ndarray,
-    names: np.ndarray,
-    slots: np.ndarray,
-    levels: np.ndarray,
-    counted: np.ndarray,
-    fetch: np.ndarray,
-    fetched: np.ndarray,
-    evict_slots: np.ndarray,
-    evicted: np.ndarray,
-    done: np.ndarray,
-) -> None:
-    """Decide `step` in the parts from `first` to `last` - 1.
+@compiled(i8(_home, i8, _due, i8))
+def fill(home: Home, part: int, due: Due, misses: int) -> int:
+    """Give the slots in `due.fetched` to the rows that are fetched; how many rows leave them."""
+    index, row_of, start = home.index[part], home.row_of[part], due.dense[part]
+    shift, end, leaving, own = due.bases[part] - start, start + misses, start, due.own_slots[part]
+    for i in range(start, end):
+        if i + 2 * _EARLY < end:
+            fetch_early(row_of, due.fetched[i + 2 * _EARLY])
+        if i + _EARLY < end:
+            fetch_early(index, max(row_of[due.fetched[i + _EARLY]], 0))
+        slot, k = due.fetched[i], due.fetch[i]
+        row, old = due.distinct[shift + k], row_of[slot]
+        if old >= 0:
+            index[old, HELD] = -LEVELS + (index[old, HELD] & (LEVELS - 1))
+            due.evict_slots[leaving] = slot + own
+            due.evicted[leaving] = row_in(part, old, due.shape)
+            leaving += 1
+        index[row, HELD] = slot * LEVELS + due.counted[k]
+        row_of[slot], due.slots[k] = row, slot
+        due.fetched[i] = row_in(part, row, due.shape)
+    return leaving - start
 
-    `distinct`, `previous`, `bases` and `counts` are what `ingest` wrote; part p has rows
-    `dense[p]` and up of the home's, and slots `own_slots[p]` and up of the device's. Of these rows
-    it writes there: `slots`, the `levels` that they had, and those that they have, `counted` (uint8
-    both; others where uses are counted: at `rate` >= 0). And from `dense[p]` on: `fetch`, which of
-    the home's rows to fetch, and `fetched`, their local rows; `evict_slots`, and `evicted`, the
-    local rows that leave these. int32 `[U]` each. `done` int64 `[K, 3]`: how many are fetched, how
-    many leave, and the latest last use of a slot that is filled, -2 where slots are too few.
-    `shape`: of the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are
-    `base` + `ranks` of levels; `values`, `factors`: see `count_use`; `names` int32 `[K, R]` or
-    `[K, 0]`: what rows are called there, none: as they are numbered in their part.
-    """
-    mask = len(home.origins) - 1
+
+@compiled(types.void(_home, i8, _due))
+def plan_part(home: Home, part: int, due: Due) -> None:
+    """Decide a step in one part."""
+    table, start, step = home.table[part], due.dense[part], due.step
+    misses = look_up(home, part, due)
+    node = home.row_of.shape[1] + STEPS + (step & (len(home.origins) - 1))
+    table[node, AFTER], table[node, BEFORE] = node, node
+    highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
+    latest = take(home, part, *when, highest, due.fetched, start, start + misses)
+    due.done[part, 0], due.done[part, 2] = misses, latest
+    if latest < -1:
+        return
+    due.done[part, 1] = fill(home, part, due, misses)
+    look_ahead(home, part, step, due.newest)
+    for k in range(start, start + due.counts[part]):
+        row = due.distinct[due.bases[part] - start + k]
+        file(home, part, due.slots[k], row, due.base + due.ranks[due.counted[k]])
+        due.slots[k] += due.own_slots[part]
+    raise_keys(home, part, due.base)
+
+
+@compiled(i8(_home, i8, i8))
+def read_all(home: Home, part: int, rows: int) -> int:
+    """Bring the table of a part, of which `rows` rows are used, to the core's cache, if these are
+    more than 1 / `_SPARSE` of it: a walk through a list waits for every slot that is not there.
+    What is returned says nothing."""
+    table, found = home.table[part], 0
+    if rows * _SPARSE > len(table):
+        for row in range(0, len(table), _LINE):
+            found ^= table[row, 0]
+    return found
+
+
+@compiled(types.void(_home, i8, i8, _named))
+def ingest(home: Home, first: int, last: int, named: Named) -> None:
+    """Take in what all ranks name of the parts from `first` to `last` - 1."""
     for part in range(first, last):
-        index, table, row_of = home.index[part], home.table[part], home.row_of[part]
-        start, shift = dense[part], bases[part] - dense[part]
-        stop = start + counts[part]
-        if counts[part] * _SPARSE > len(table):
-            done[part, 0] = read_all(table)
-        what = (distinct, previous, shift, start, stop, rate, values, factors, names)
-        misses = look_up(home, part, step, *what, slots, levels, counted, fetch)
-        node = len(row_of) + STEPS + (step & mask)
-        table[node, AFTER], table[node, BEFORE] = node, node
-        highest, end = base + ranks[len(ranks) - 1], start + misses
-        latest = take(home, part, step, newest, prefetch, highest, fetched, start, end)
-        if latest < -1:
-            done[part, 2] = latest
-            continue
-        leaving = start
-        for i in range(start, end):
-            if i + _EARLY < end:
-                fetch_early(index, max(row_of[fetched[i + _EARLY]], 0))
-            slot, row = fetched[i], distinct[shift + fetch[i]]
-            old = row_of[slot]
-            if old >= 0:
-                index[old, HELD] = -LEVELS + (index[old, HELD] & (LEVELS - 1))
-                evict_slots[leaving] = slot + own_slots[part]
-                evicted[leaving] = row_in(part, old, shape)
-                leaving += 1
-            index[row, HELD] = slot * LEVELS + counted[fetch[i]]
-            row_of[slot], slots[fetch[i]] = row, slot
-            fetched[i] = row_in(part, row, shape)
-        done[part, 0], done[part, 1], done[part, 2] = misses, leaving - start, latest
-        look_ahead(home, part, step, newest)
-        for k in range(start, stop):
-            file(home, part, slots[k], distinct[shift + k], base + ranks[counted[k]])
-            slots[k] += own_slots[part]
-        raise_keys(home, part, base)
+        ingest_part(home, part, named)
+
+
+@compiled(types.void(_home, i8, i8, _due))
+def plan(home: Home, first: int, last: int, due: Due) -> None:
+    """Decide a step in the parts from `first` to `last` - 1."""
+    for part in range(first, last):
+        due.done[part, 0] = read_all(home, part, due.counts[part])
+        plan_part(home, part, due)
+
+
+@compiled(types.void(_home, i8, i8, _named, _due))
+def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
+    """`ingest` one step and `plan` another, while what a part has is in the core's cache."""
+    for part in range(first, last):
+        due.done[part, 0] = read_all(home, part, due.counts[part])
+        ingest_part(home, part, named)
+        plan_part(home, part, due)
 
 
 # -----------------------------------------------------------------------------
 # What occurs where, and what is among what.
 
 
-@compiled(i8(in4, in4, out1, out4))
+@compiled(i8(in4, in4, in4, out1, out4))
 def segment_rows(
-    occurs: np.ndarray, canonical: np.ndarray, missing: np.ndarray, segments: np.ndarray
+    occurs: np.ndarray,
+    places: np.ndarray,
+    canonical: np.ndarray,
+    missing: np.ndarray,
+    segments: np.ndarray,
 ) -> int:
     """Where the ids of each row that was asked for begin and end, to `segments` int32 `[R + 1]`.
 
-    `occurs` int32 `[R]`: how many each has; `canonical` int32 `[R]`: its canonical index; `missing`
-    uint8, by that: whether it is not cached. Returns how many ids are of such rows.
+    `occurs` int32 `[R]`: how many ids have the row that is asked for at `places`; `canonical` int32
+    `[R]`: the canonical index of each that is asked for; `missing` uint8, by that: whether it is
+    not cached. Returns how many ids are of such rows.
     """
-    missed, before = 0, 0
+    missed = before = 0
+    for label in range(len(occurs)):
+        segments[places[label]] = occurs[label]
     for asked in range(len(occurs)):
-        segments[asked] = before
-        before += occurs[asked]
-        if missing[canonical[asked]]:
-            missed += occurs[asked]
+        count, segments[asked] = segments[asked], before
+        before += count
+        missed += count * missing[canonical[asked]]
     segments[len(occurs)] = before
     return missed
 

@@ -427,8 +427,8 @@ class RowRequest:
     The ids are in `pieces` (see `loops.name_rows`), and these in `spans` that share no row: from
     which piece on, up to which, and the ranks of its rows, from which on, up to which. `labels`
     int32 `[n]`: the rank of each id's row in its span by first occurrence; `places` int32 `[R]`:
-    where the row of each rank is among those asked for; `occurs` int32 `[R]`: how many ids each of
-    those has.
+    where the row of each rank is among those asked for; `occurs` int32 `[R]`: how many ids have
+    it.
     """
 
     replicated: Asked
@@ -532,9 +532,7 @@ def make_request(
         own = counts[first : first + world * shelves].reshape(world, shelves)
         asked.append(Asked(tuple([divided[a:b] for a, b in pairwise(ends)]), own))
         first += world * shelves
-    by_place = np.empty_like(occurs)
-    by_place[places] = occurs
-    return RowRequest(*asked, pieces, spans, labels, places, by_place)
+    return RowRequest(*asked, pieces, spans, labels, places, occurs)
 
 
 @dataclass(frozen=True)
@@ -615,7 +613,8 @@ def occurrences(
     positions, order = np.empty(count, np.int32), np.empty(count, np.int32)
     segments, about = np.empty(rows + 1, np.int32), np.empty((rows, 2), np.int32)
     canonical = np.ascontiguousarray(canonical, np.int32)
-    missed = loops.segment_rows(request.occurs, canonical, missing, segments)
+    named = request.occurs, request.places, canonical
+    missed = loops.segment_rows(*named, missing, segments)
 
     def order_span(first: int, last: int, start: int, stop: int) -> None:
         named = request.labels, request.places[start:stop], canonical, segments
