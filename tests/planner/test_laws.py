@@ -3,6 +3,7 @@ that are sharded come once, from their homes, over which rows and their traffic 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,7 +71,8 @@ def test_without_prefetch_every_row_may_travel_with_movement() -> None:
 
 @pytest.mark.parametrize(("shelves", "bits"), [(0, 0), (4, 3)])
 def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int) -> None:
-    sizes, steps, world = [3, 4000, 50, 900, 1], 12, 2
+    """And where a step is decided while another one is taken in."""
+    sizes, steps, world, ahead = np.array([3, 4000, 50, 900, 1]), 12, 2, 2
     layout = RowLayout(
         [TableSpec(f"t{i}", rows, 4, (f"f{i}",)) for i, rows in enumerate(sizes)], world
     )
@@ -79,34 +81,38 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
         [[(rng.random(60) ** 3 * rows).astype(np.int64) for rows in sizes] for _ in range(world)]
         for _ in range(steps)
     ]
-    pieces = np.stack((60 * np.arange(1, 6), layout.offsets[:-1], sizes))
+    starts = 60 * np.arange(5)
+    pieces = np.stack((starts, starts + 60, layout.offsets[:-1], sizes, np.full(5, 60)))
 
-    def plans(count: int) -> Iterator[StepPlan]:
+    def plans(count: int, decide: bool) -> Iterator[StepPlan]:
         threads, parts = Threads(count), Parts(400, layout.local_rows, shelves, bits)
         homes = [HomePlanner(layout, home, 400, 1, parts=parts) for home in range(world)]
-        after = -1
+        after, waiting = -1, deque()
         for home in homes:
             home.threads = threads
         for step, by_rank in enumerate(ids):
             asked = [
-                make_request(
-                    layout, np.concatenate(own) + np.repeat(layout.offsets[:-1], 60), None,
-                    (parts, None), pieces, threads,
-                )
+                make_request(layout, np.concatenate(own), None, (parts, None), pieces, threads)
                 for own in by_rank
-            ]  # fmt: skip
+            ]
+            waiting.append(asked)
             for home in homes:
                 named = [request.replicated for request in asked]
                 counts = np.stack([of.counts[home.home] for of in named])
-                home.ingest(step, "train", [of.rows[home.home] for of in named], counts)
+                rows = [of.rows[home.home] for of in named]
+                home.ingest(step, "train", rows, counts, decide and step >= ahead)
+            if step < ahead:
+                continue
             decided = [home.plan() for home in homes]
-            after = next_move_after(step, 1, [of.latest_use for of in decided], after)
-            for rank, request in enumerate(asked):
+            after = next_move_after(step - ahead, 1, [of.latest_use for of in decided], after)
+            for rank, request in enumerate(waiting.popleft()):
                 told = [HomePart(of.slots, of.fetch, of.replies[rank]) for of in decided]
                 yield assemble(request, told, decided[rank], after, None, threads)
         threads.close()
 
-    for one, *others in zip(plans(1), plans(2), plans(3), strict=True):
+    for one, *others in zip(
+        *(plans(*how) for how in ((1, False), (1, True), (2, False), (3, True))), strict=True
+    ):
         check_plan_fully(one, 800)
         for other in others:
             for name, value in vars(one).items():
