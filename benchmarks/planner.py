@@ -79,7 +79,8 @@ PARTS = (
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = ("name_rows", "divide_rows", "find_sorted", "ingest", "plan", "order_ids")
+LOOPS = ("name_rows", "shelve_rows", "divide_rows", "find_sorted", "advance", "ingest", "plan")
+LOOPS += ("segment_rows", "order_ids")
 """The planner's compiled loops, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]

@@ -130,25 +130,6 @@ def _bits(count: int) -> int:
 _ONE_HOME, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
-def divide_rows(
-    local: np.ndarray, homes: np.ndarray, parts: Sequence[Parts]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Local rows int64 `[R]` sorted by home and shelf, stably.
-
-    `homes` int32 `[R]`: of each, empty: all are of the first; `parts`: of each home. Returns the
-    rows as their parts number them, int32 `[R]`; where those of each shelf begin, int64
-    `[shelves + 1]`; and where each of `local` is now, int32 `[R]`.
-    """
-    local = np.ascontiguousarray(local, dtype=np.int64)
-    shapes = np.stack([of.shape for of in parts])
-    ends = (1 << shapes[:, 0]).cumsum()
-    starts = np.empty(int(ends[-1]) + 1, np.int64)
-    divided, places = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
-    firsts = ends - (1 << shapes[:, 0])
-    loops.divide_rows(local, homes, shapes, firsts, starts, divided, places)
-    return divided, starts, places
-
-
 class Threads:
     """Runs the parts of a home on `count` threads, this one among them."""
 
@@ -180,6 +161,46 @@ class Threads:
 
 ALONE = Threads()
 """The thread that calls."""
+
+
+def divide_rows(
+    local: np.ndarray,
+    homes: np.ndarray,
+    parts: Sequence[Parts],
+    pieces: Sequence[slice] = (slice(None),),
+    threads: Threads = ALONE,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Local rows int64 `[R]` sorted by home and shelf, stably.
+
+    `homes` int32 `[R]`: of each, empty: all are of the first; `parts`: of each home; `pieces`: of
+    the rows, one after the other, for the `threads`. Returns the rows as their parts number them,
+    int32 `[R]`; where those of each shelf begin, int64 `[shelves + 1]`; and where each of `local`
+    is now, int32 `[R]`.
+    """
+    local = np.ascontiguousarray(local, dtype=np.int64)
+    shapes = np.stack([of.shape for of in parts])
+    ends = (1 << shapes[:, 0]).cumsum()
+    firsts, shelves = ends - (1 << shapes[:, 0]), int(ends[-1])
+    counts = np.empty((len(pieces), shelves), np.int64)
+    divided, places = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
+
+    def given(piece: int) -> tuple:
+        own = pieces[piece]
+        return local[own], homes[own], shapes, firsts, counts[piece]
+
+    def shelve(piece: int) -> None:
+        loops.shelve_rows(*given(piece), places[pieces[piece]])
+
+    def divide(piece: int) -> None:
+        loops.divide_rows(*given(piece), divided, places[pieces[piece]])
+
+    each = [(piece,) for piece in range(len(pieces))]
+    threads.each(shelve, each)
+    starts = np.zeros(shelves + 1, np.int64)
+    counts.sum(axis=0).cumsum(out=starts[1:])
+    counts = starts[:-1] + counts.cumsum(axis=0) - counts
+    threads.each(divide, each)
+    return divided, starts, places
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,29 @@ def local_rows(
             at += 1
 
 
+@compiled(types.void(in8, in4, in88, in8, out8, out4))
+def shelve_rows(
+    local: np.ndarray,
+    homes: np.ndarray,
+    shapes: np.ndarray,
+    firsts: np.ndarray,
+    counts: np.ndarray,
+    shelves: np.ndarray,
+) -> None:
+    """The shelf of each of local rows (int64 `[R]`), int32 `[R]`, and how many are on each.
+
+    `homes` int32 `[R]`, or none: all are of home 0. `shapes[h]` int64 `[3]`: home h has 2^b
+    shelves, which are numbers `firsts[h]` and up; 2^i consecutive ones are a part; a shelf has so
+    many places.
+    """
+    for shelf in range(len(counts)):
+        counts[shelf] = 0
+    for i in range(len(local)):
+        home = homes[i] if len(homes) else 0
+        shelves[i] = firsts[home] + shelf_of(local[i], shapes[home, 0])
+        counts[shelves[i]] += 1
+
+
 @compiled(types.void(in8, in4, in88, in8, out8, out4, out4))
 def divide_rows(
     local: np.ndarray,
@@ -228,33 +251,18 @@ def divide_rows(
     divided: np.ndarray,
     places: np.ndarray,
 ) -> None:
-    """Sort local rows (int64 `[R]`) by home, then by shelf, stably.
+    """Sort local rows by shelf, stably; see `shelve_rows`.
 
-    `homes` int32 `[R]`, or none: all are of home 0. `shapes[h]` int64 `[3]`: home h has 2^b
-    shelves, which are numbers `firsts[h]` and up; 2^i consecutive ones are a part; a shelf has so
-    many places. Writes `divided`, the rows sorted, as their parts number them; `places`, where each
-    of `local` is now; both int32 `[R]`; and `starts` int64 `[shelves + 1]`, where those of each
-    begin.
+    `places` int32 `[R]`: the shelf of each, and then where it is; `starts` int64: where the first
+    of these rows of each shelf is to be, and then the place after the last. Writes to `divided`
+    int32 the rows, as their parts number them.
     """
-    for shelf in range(len(starts)):
-        starts[shelf] = 0
     for i in range(len(local)):
-        home = homes[i] if len(homes) else 0
-        places[i] = firsts[home] + shelf_of(local[i], shapes[home, 0])
-        starts[places[i]] += 1
-    before = 0
-    for shelf in range(len(starts)):
-        count, starts[shelf] = starts[shelf], before
-        before += count
-    for i in range(len(local)):
-        shelf, home = places[i], homes[i] if len(homes) else 0
+        shelf, home = np.int64(places[i]), homes[i] if len(homes) else 0
         inner = (shelf - firsts[home]) & ((1 << shapes[home, 1]) - 1)
-        divided[starts[shelf]] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
         places[i] = starts[shelf]
+        divided[starts[shelf]] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
         starts[shelf] += 1
-    for shelf in range(len(starts) - 1, 0, -1):
-        starts[shelf] = starts[shelf - 1]
-    starts[0] = 0
 
 
 # -----------------------------------------------------------------------------

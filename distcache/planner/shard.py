@@ -524,7 +524,9 @@ def make_request(
         homes += world * (place < 0)
         local = np.where(place < 0, local, hot.local[place])
     both = [of or Parts(0, layout.most_rows) for of in parts]
-    divided, starts, places = divide_rows(local, homes, [of for of in both for _ in range(world)])
+    of_homes = [of for of in both for _ in range(world)]
+    by_span = [slice(start, stop) for _, _, start, stop in spans] or [slice(None)]
+    divided, starts, places = divide_rows(local, homes, of_homes, by_span, threads)
     asked, first, counts = [], 0, np.diff(starts)
     for of in both:
         shelves = 1 << of.shelves
