@@ -276,10 +276,7 @@ class Finding(Timed):
         """See `Contender.prepare`."""
         while len(self._ready) < steps:
             bags = group_bags(self._group, next(self._feed).ids, torch.float32)
-            rows = bags.ids.copy()
-            for start, stop, offset in bags.pieces[:3].T:
-                rows[start:stop] += offset
-            self._ready.append(rows)
+            self._ready.append(bags.rows)
 
     def work(self) -> int:
         """Find those of the next batch."""

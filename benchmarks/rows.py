@@ -109,17 +109,16 @@ def to_device(options: RowsOptions, width: int, stack: ExitStack) -> Copies:
     streams = Streams(world.device)
     ways: dict[str, Access] = {
         "staged": Staged(store, world.device, (width, state), streams, 0),
-        "zero_copy": InPlace(store.open_to(world.device), streams.wait),
+        "zero_copy": InPlace(store.open_to(world.device), (width, state), streams.wait),
     }
 
     def calls(count: int) -> Calls:
-        sizes = (width, state) if state else (width,)
-        blocks = [torch.zeros(count, size, device=world.device) for size in sizes]
+        block = torch.zeros(count * (width + state), device=world.device)
         found: Calls = {
             f"fetch, {name}": partial(_fetch, way, streams) for name, way in ways.items()
         }
         for name, way in ways.items():
-            found[f"write back, {name}"] = partial(_put, way, streams, blocks)
+            found[f"write back, {name}"] = partial(_put, way, streams, block)
         return found
 
     return calls, width + state, world.device.type
@@ -164,11 +163,10 @@ def _fetch(way: Access, streams: Streams, rows: Tensor) -> None:
         streams.wait(streams.mark(COPY_IN))
 
 
-def _put(way: Access, streams: Streams, blocks: Sequence[Tensor], rows: Tensor) -> None:
-    """Bring rows to the store, and wait until they are there; `blocks`: weights and state."""
-    weight, state = blocks if len(blocks) > 1 else (blocks[0], None)
+def _put(way: Access, streams: Streams, block: Tensor, rows: Tensor) -> None:
+    """Bring rows to the store, and wait until they are there; `block`: weights and state."""
     with streams.on(COPY_OUT):
-        way.put(rows, weight, state)
+        way.put(rows, block)
         way.settle()
 
 

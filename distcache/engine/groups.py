@@ -86,6 +86,14 @@ class GroupBags:
             return False
         return bool((np.diff(self.offsets.numpy()) == 1).all())
 
+    @property
+    def rows(self) -> np.ndarray:
+        """The ids as row numbers of the layout, int64 `[n]`."""
+        rows = self.ids.copy()
+        for start, stop, first in self.pieces[:3].T if self.pieces is not None else ():
+            rows[start:stop] += first
+        return rows
+
     @cached_property
     def bag_of(self) -> np.ndarray:
         """The bag of each id, int64 `[n]`."""
