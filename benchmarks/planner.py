@@ -79,9 +79,9 @@ PARTS = (
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = ("name_rows", "shelve_rows", "divide_rows", "find_sorted", "advance", "ingest", "plan")
-LOOPS += ("segment_rows", "order_ids")
-"""The planner's compiled loops, but for those that others of them call."""
+LOOPS = ("name_rows", "shelve_rows", "divide_rows", "find_sorted", "advance", "segment_rows")
+LOOPS += ("order_ids",)
+"""The planner's compiled loops in the midst of a stream, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]
 """By name: seconds of the clock, and on a thread's core."""
@@ -406,7 +406,8 @@ SECTIONS = (
         (
             "Where the time goes",
             "Milliseconds per step of the first rank, by the clock: in the exchange with waits for "
-            "the others. `bags`: rows from ids; `check`: the laws' cheap checks. Median over the "
+            "the others. `bags`: where which ids are; `ingest`: what all ranks name, and the next "
+            "decision, which `plan` then has; `check`: the laws' cheap checks. Median over the "
             "turns of the mean of a turn's steps.",
         ),
         "mode",
@@ -417,8 +418,8 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`name_rows`, `divide_rows` and `find_sorted` (hot rows) are in request, `order_ids` "
-            "in assemble.",
+            "`advance` is in ingest, `segment_rows` and `order_ids` are in assemble, the others in "
+            "request.",
         ),
         "loops",
         lambda record: record["ms"],
