@@ -1,8 +1,8 @@
 """A CUDA device that is not there: `cuda:0` in the memory of the host, for the CPU build of torch.
 
 A tensor of the device is a wrapper over a CPU tensor. An operation finds its shapes on `meta` and
-is queued on the calling thread's current stream, and done as late as can be.
-So whatever the host or another stream reads without waiting for it is read too early:
+is queued on the calling thread's current stream, and done as late as can be (`Lazy`), or in any
+other order that events allow (`Random`, `Moody`). So whatever the host or another stream reads without waiting for it is read too early:
 
 * new memory is NaN (integers: 0), and stays that until the operation that writes it is done;
 * memory that was let go of is spoilt as soon as the streams that may use it are through (the one
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import random
 import threading
 import time
 from collections import Counter, deque
@@ -52,13 +53,13 @@ class Dropped:
 class Device:
     """The streams, and what was counted: operations by kind and name of the thread.
 
-    What is queued is done when somebody waits for it, and nothing before that. A scheduler that
-    does more of it earlier overrides `queued` and `polled`, and calls `reach`.
+    What is queued is done when somebody waits for it, and before that as the `scheduler` says.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
+        self.scheduler: Scheduler = Lazy()
         self.counts: Counter[tuple[str, str]] = Counter()
         self._dropped: list[Dropped] = []
         self._events: dict[int, Event] = {}
@@ -85,10 +86,7 @@ class Device:
             while launch and stream.used_again:
                 self._append(stream.used_again.popleft(), stream)
             self._append(work, stream)
-            self.queued(stream)
-
-    def queued(self, stream: Stream) -> None:
-        """Something was queued on `stream`; the device is locked."""
+            self.scheduler.queued(self)
 
     def polled(self, event: Event) -> None:
         """The host has looked at an event that is not reached; a host that looks again sees it."""
@@ -101,24 +99,30 @@ class Device:
         stream.queued += 1
         self._spoil(stream)
 
-    def reach(self, stream: Stream, place: int) -> None:
-        """Do the work of `stream` up to `place`, and what that waits for, and nothing else."""
+    def advance(self, stream: Stream, place: int) -> Event | None:
+        """Do the work of `stream` up to `place`, as far as that waits for no other; that event."""
         with self.lock:
-            path = [(stream, place)]
-            while path:
-                stream, place = path[-1]
-                if stream.done >= place:
-                    path.pop()
-                    continue
+            while stream.done < place:
                 work = stream.work[0]
                 if isinstance(work, Event) and work.stream.done < work.place:
-                    path.append((work.stream, work.place))
-                    continue
+                    return work
                 stream.work.popleft()
                 stream.done += 1
                 if not isinstance(work, Event):
                     work()
                 self._spoil(stream)
+            return None
+
+    def reach(self, stream: Stream, place: int) -> None:
+        """Do the work of `stream` up to `place`, and what that waits for, and nothing else."""
+        with self.lock:
+            path = [(stream, place)]
+            while path:
+                event = self.advance(*path[-1])
+                if event is None:
+                    path.pop()
+                else:
+                    path.append((event.stream, event.place))
 
     def wait(self, stream: Stream, place: int) -> None:
         """Let the host wait for `stream` to be at `place`."""
@@ -157,6 +161,53 @@ class Device:
         )
         GUARD.fake_callbacks(*self._called)
 
+
+# --- what is done before somebody waits for it --------------------------------------------------
+
+
+class Lazy:
+    """Nothing."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+
+    def queued(self, device: Device) -> None:
+        """Something was queued; the device is locked."""
+
+
+class Random(Lazy):
+    """Now and then some of the work of any stream."""
+
+    def queued(self, device: Device) -> None:
+        for stream in self.random.sample(device.streams, 1 + self.random.randrange(2)):
+            if stream.work:
+                ahead = self.random.randrange(1, 2 + 2 * len(stream.work))
+                device.advance(stream, min(stream.queued, stream.done + ahead))
+
+
+class Moody(Lazy):
+    """Each stream is fast, with nothing left to do, or asleep, for a while."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._moods: dict[Stream, tuple[bool, int]] = {}
+
+    def queued(self, device: Device) -> None:
+        for stream in filter(lambda stream: stream.work, device.streams):
+            fast, left = self._moods.get(stream, (False, 0))
+            if left == 0:
+                fast, left = self.random.random() < 0.5, self.random.randrange(1, MOOD)
+            self._moods[stream] = fast, left - 1
+            if fast:
+                device.advance(stream, stream.queued)
+
+
+MOOD = 300
+"""How many operations a mood lasts at most: a few steps' of the tests."""
+
+SCHEDULERS = {"lazy": Lazy, "random": Random, "moody": Moody}
+Scheduler = Lazy
+"""A source of its own of random numbers, and what it does with them."""
 
 DEVICE = Device()
 
