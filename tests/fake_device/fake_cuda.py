@@ -2,7 +2,8 @@
 
 A tensor of the device is a wrapper over a CPU tensor. An operation finds its shapes on `meta` and
 is queued on the calling thread's current stream, and done as late as can be (`Lazy`), or in any
-other order that events allow (`Random`, `Moody`). So whatever the host or another stream reads without waiting for it is read too early:
+other order that events allow (`Random`, `Moody`). So whatever the host or another stream reads
+without waiting for it is read too early:
 
 * new memory is NaN (integers: 0), and stays that until the operation that writes it is done;
 * memory that was let go of is spoilt as soon as the streams that may use it are through (the one
