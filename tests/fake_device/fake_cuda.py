@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 GUARD: Any = None
 """The library made of guard.cpp."""
@@ -61,6 +61,7 @@ class Device:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
         self.scheduler: Scheduler = Lazy()
+        self.failure: Exception | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
         self._dropped: list[Dropped] = []
         self._events: dict[int, Event] = {}
@@ -83,6 +84,7 @@ class Device:
         """Append `work` to the current stream (or `stream`): a call (`launch`: which may write to
         memory), or an event to wait for."""
         with self.lock:
+            self.check()
             stream = stream or self.current()
             while launch and stream.used_again:
                 self._append(stream.used_again.popleft(), stream)
@@ -100,36 +102,65 @@ class Device:
         stream.queued += 1
         self._spoil(stream)
 
-    def advance(self, stream: Stream, place: int) -> Event | None:
-        """Do the work of `stream` up to `place`, as far as that waits for no other; that event."""
+    def advance(self, stream: Stream, place: int) -> Event | Gate | None:
+        """Do the work of `stream` up to `place`, as far as that waits for nothing; what it is."""
         with self.lock:
             while stream.done < place:
                 work = stream.work[0]
                 if isinstance(work, Event) and work.stream.done < work.place:
                     return work
+                if isinstance(work, Gate) and not self._is_open(work):
+                    return work
                 stream.work.popleft()
                 stream.done += 1
-                if not isinstance(work, Event):
+                if not isinstance(work, Event | Gate):
                     work()
                 self._spoil(stream)
             return None
 
+    def _is_open(self, gate: Gate) -> bool:
+        try:
+            return self.failure is None and gate.ready()
+        except Exception as error:  # for the hosts, whoever has looked
+            self.failure = error
+            return False
+
     def reach(self, stream: Stream, place: int) -> None:
-        """Do the work of `stream` up to `place`, and what that waits for, and nothing else."""
+        """Do the work of `stream` up to `place`, and what that waits for, and nothing else; as far
+        as other devices let it."""
         with self.lock:
             path = [(stream, place)]
             while path:
-                event = self.advance(*path[-1])
-                if event is None:
+                blocker = self.advance(*path[-1])
+                if isinstance(blocker, Gate):
+                    return
+                if blocker is None:
                     path.pop()
                 else:
-                    path.append((event.stream, event.place))
+                    path.append((blocker.stream, blocker.place))
+
+    def give_up(self) -> None:
+        """Forget what has failed, and with it all work."""
+        with self.lock:
+            for stream in self.streams if self.failure is not None else ():
+                stream.work.clear()
+                stream.done = stream.queued
+            self.failure = None
+
+    def check(self) -> None:
+        """Raise what has failed."""
+        if self.failure is not None:
+            raise RuntimeError(str(self.failure)) from self.failure
 
     def wait(self, stream: Stream, place: int) -> None:
         """Let the host wait for `stream` to be at `place`."""
         if stream.done < place:
             self.count("host wait")
-            self.reach(stream, place)
+            while stream.done < place:
+                self.check()
+                self.reach(stream, place)
+                if stream.done < place:
+                    time.sleep(1e-4)  # another device is not there yet
 
     def _spoil(self, stream: Stream) -> None:
         """Memory is written to as early as that may be: as soon as the work before is done."""
@@ -271,6 +302,7 @@ class Event:
 
     def query(self) -> bool:
         with DEVICE.lock:
+            DEVICE.check()
             if self.stream is not None and self.stream.done < self.place:
                 DEVICE.polled(self)
             return self.stream is None or self.stream.done >= self.place
@@ -288,5 +320,14 @@ class Event:
         return (end.time[0] - self.time[0]) * 1e3
 
 
-Work = Callable[[], None] | Event | Dropped
-"""What a stream is given: a call, an event to wait for, memory that is used again."""
+@runtime_checkable
+class Gate(Protocol):
+    """Work that others take part in."""
+
+    def ready(self) -> bool:
+        """Whether it is done; goes on with it meanwhile."""
+        ...
+
+
+Work = Callable[[], None] | Event | Dropped | Gate
+"""What a stream is given: a call, an event to wait for, memory that is used again, or a gate."""

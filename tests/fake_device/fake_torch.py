@@ -222,7 +222,7 @@ def launch_kernel(body: Callable, *args: Any) -> None:
 
 
 @contextlib.contextmanager
-def _on(stream: Stream | None) -> Iterator[None]:
+def on_stream(stream: Stream | None) -> Iterator[None]:
     before = GUARD.fake_stream()
     GUARD.fake_set_stream(before if stream is None else stream.stream_id)
     try:
@@ -250,7 +250,7 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "stream": _on,
+    "stream": on_stream,
     "synchronize": _synchronize,
 }
 _GIVES = {
@@ -280,7 +280,7 @@ class _Work:
 
 def _all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
     """`dist.all_reduce` that takes tensors of the device too, on gloo."""
-    if not isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, FakeTensor) or dist.get_backend(kwargs.get("group")) != "gloo":
         return _plain_all_reduce(tensor, *args, async_op=async_op, **kwargs)
     staged = tensor.cpu()
     work = _Work(

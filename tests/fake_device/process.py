@@ -98,6 +98,7 @@ def _on_rank(
     kernels.install()
     found = []
     for call, (scheduler, seed), port in zip(calls, under, ports, strict=True):
+        fake_cuda.DEVICE.give_up()
         fake_cuda.DEVICE.scheduler = fake_cuda.SCHEDULERS[scheduler](seed + rank)
         os.environ["MASTER_PORT"] = str(port)
         found.append(work(call))
