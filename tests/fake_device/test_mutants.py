@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,13 @@ def no_records() -> Any:
     return patch.object(FakeTensor, "record_stream", nothing)
 
 
+def no_waits() -> Any:
+    """No stream waits for a collective."""
+    from fake_device.fake_nccl import Issued
+
+    return patch.object(Issued, "wait", nothing)
+
+
 def lacks(of: Any, method: str, does: Callable = nothing) -> Callable[[], Any]:
     """Leaves out a method."""
     return partial(patch.object, of, method, does)
@@ -130,6 +137,10 @@ LAWS = {
     "the stream of the loop": Law(
         lacks(Streams, "_stream", stream_of_the_collection), loop(1, "staged", own_stream=True)
     ),
+    "who issues first": Law(
+        lacks(StepStream, "settle"), replace(data(), backend="nccl"), 2, raced=False
+    ),
+    "collectives": Law(no_waits, replace(data(), backend="nccl"), 2, raced=False),
     "the end": Law(lacks(Streams, "drain"), LEFT, raced=False),
 }
 
