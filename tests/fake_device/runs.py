@@ -28,8 +28,18 @@ class Training:
     backend: str = "gloo"
 
 
-def trained(call: Training) -> tuple[str, int]:
-    """The digest of losses, predictions and weights, and how many rows left the cache changed."""
+@dataclass(frozen=True)
+class Ended:
+    """Digests of losses and weights, and of each evaluation step's predictions; rows that left the
+    cache changed."""
+
+    digest: str
+    predictions: dict[int, str]
+    left: int
+
+
+def trained(call: Training) -> Ended:
+    """What becomes of a run."""
     from fake_device import fake_nccl  # where the device is
 
     with fake_nccl.nccl():
@@ -40,10 +50,15 @@ def trained(call: Training) -> tuple[str, int]:
             close_world(world)
 
 
-def _trained(call: Training, world: Any) -> tuple[str, int]:
-    case, settings, found = call.case, call.settings, hashlib.sha256()
+def digest_of(value: torch.Tensor) -> str:
+    """Of its bits."""
+    return hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()
+
+
+def _trained(call: Training, world: Any) -> Ended:
+    case, settings = call.case, call.settings
     popularity = call.how and popularity_of(case, settings.slots, **call.how)
-    mode, given = make_mode(world, case, settings, popularity or None), []
+    mode, losses = make_mode(world, case, settings, popularity or None), []
 
     def batches() -> Any:
         for step in range(case.steps):
@@ -51,17 +66,19 @@ def _trained(call: Training, world: Any) -> tuple[str, int]:
             if call.evals and step % call.evals == call.evals - 1:
                 yield case.batch(1000 + step, world.rank, world.size, "eval")
 
+    predictions = {}
     for step in mode.stream(batches()):
-        evaluated = step.batch.kind == "eval"
-        given.append(mode.eval_step(step) if evaluated else mode.train_step(step))
-    for one in given:  # in the end, when nothing is ordered by it any more
-        known = one.cpu() if isinstance(one, torch.Tensor) else torch.tensor(one.loss).double()
-        found.update(known.numpy().tobytes())
+        if step.batch.kind == "eval":
+            predictions[step.batch.index] = mode.eval_step(step)
+        else:
+            losses.append(mode.train_step(step))
+    # In the end, when nothing is ordered by it any more.
+    evaluated = {index: digest_of(values) for index, values in predictions.items()}
+    found = [torch.tensor([one.loss for one in losses], dtype=torch.float64)]
     mode.flush()
-    for at, spec in enumerate(case.tables):
-        found.update(mode.table_block(at, 0, spec.rows).numpy().tobytes())
-    for _, value in sorted(mode.dense_state().items()):
-        found.update(value.cpu().numpy().tobytes())
+    found += [mode.table_block(at, 0, spec.rows) for at, spec in enumerate(case.tables)]
+    found += [value for _, value in sorted(mode.dense_state().items())]
     left = sum(rows.counts.rows_written_back for rows in mode.rows)
+    digest = "".join(map(digest_of, found))
     mode.close()
-    return found.hexdigest(), left
+    return Ended(digest, evaluated, left)

@@ -159,7 +159,7 @@ def ends(call: tuple[str, Any]) -> tuple[str, list[str]]:
 def digest_of(run: Any) -> str:
     """Of whatever a law is about."""
     if isinstance(run, Training):
-        return trained(run)[0]
+        return trained(run).digest
     if run is grown:
         return str(grown())
     before = len(DEVICE.streams)

@@ -1,0 +1,56 @@
+"""Runs whose placement, cache, policy, schedule and look-ahead are drawn: under every scheduler,
+and however collectives are ordered, they have the bits of `resident`, their predictions too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_device.process import LAZY, run
+from fake_device.runs import Training, trained
+from placement_cases import draw_jobs
+
+SCHEDULES = ("lazy", "moody", "random")
+
+
+def drawn(seed: int, ranks: int, runs: int, backend: str) -> list[Training]:
+    """`resident`, which predicts after every step, `host`, and so many runs of mode `data`."""
+    jobs = draw_jobs(seed, ranks, runs, steps=12)
+    found = [Training(job.case, job.settings, job.evals, job.how, backend) for job in jobs]
+    found[0] = replace(found[0], evals=1)
+    in_host = replace(found[0].settings, mode="host", schedule="overlapped", result_delay=None)
+    return [found[0], replace(found[0], settings=in_host), *found[1:]]
+
+
+def check(guard: Path, seed: int, ranks: int, runs: int, backend: str) -> None:
+    """All have the bits of the first."""
+    calls = drawn(seed, ranks, runs, backend)
+    under = [(SCHEDULES[(seed + at) % 3], 100 * seed + 10 * at) for at in range(len(calls) - 1)]
+    found = run(guard, trained, calls, ranks, under=[LAZY, *under])
+    for call, how, by_rank in zip(calls, [LAZY, *under], found, strict=True):
+        for first, ended in zip(found[0], by_rank, strict=True):
+            assert ended.digest == found[0][0].digest, (call, how)
+            assert ended.predictions.items() <= first.predictions.items(), (call, how)
+    assert any(by_rank[0].left for by_rank in found)
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks", "backend"), [(0, 1, "gloo"), (1, 2, "gloo"), (2, 2, "nccl"), (3, 3, "nccl")]
+)
+def test_a_drawn_run_has_the_bits_of_resident(
+    guard: Path, seed: int, ranks: int, backend: str
+) -> None:
+    check(guard, seed, ranks, 3 if ranks < 3 else 2, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 18))
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(1, "gloo"), *((r, b) for r in (2, 3) for b in ("gloo", "nccl"))]
+)
+def test_every_drawn_run_has_the_bits_of_resident(
+    guard: Path, seed: int, ranks: int, backend: str
+) -> None:
+    check(guard, seed, ranks, 8, backend)
