@@ -100,7 +100,7 @@ class Watch:
         if event.stream is not None and found is not False:
             self.heard(event.clock)
 
-    def waited(self, _: None, device: Device, stream: Stream, place: int) -> None:
+    def waited(self, _: None, device: Device, stream: Stream, place: int, **how: bool) -> None:
         if place == stream.queued:
             self.heard(self.known(stream))
 

@@ -23,6 +23,7 @@ import ctypes
 import random
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,6 +62,8 @@ class Device:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
         self.scheduler: Scheduler = Lazy()
+        self.warns = False
+        """Whether a host that waits is warned (`torch.cuda.set_sync_debug_mode`)."""
         self.failure: Exception | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
         self._dropped: list[Dropped] = []
@@ -152,10 +155,12 @@ class Device:
         if self.failure is not None:
             raise RuntimeError(str(self.failure)) from self.failure
 
-    def wait(self, stream: Stream, place: int) -> None:
-        """Let the host wait for `stream` to be at `place`."""
+    def wait(self, stream: Stream, place: int, an_event: bool = False) -> None:
+        """Let the host wait for `stream` to be at `place`; for an event's, nobody is warned."""
         if stream.done < place:
             self.count("host wait")
+            if self.warns and not an_event:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
             while stream.done < place:
                 self.check()
                 self.reach(stream, place)
@@ -309,7 +314,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self.stream is not None:
-            DEVICE.wait(self.stream, self.place)
+            DEVICE.wait(self.stream, self.place, an_event=True)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds to `end`; RuntimeError where one is not reached, or takes no time."""

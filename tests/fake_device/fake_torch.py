@@ -253,6 +253,7 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
+    "set_sync_debug_mode": lambda mode: setattr(DEVICE, "warns", mode == "warn"),
     "stream": on_stream,
     "synchronize": _synchronize,
 }

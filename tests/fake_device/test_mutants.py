@@ -135,7 +135,7 @@ LAWS = {
     "results": Law(lacks(Link, "settle"), data(), raced=False),
     "memory of a cache that grows": Law(no_records, grown, raced=False),
     "the stream of the loop": Law(
-        lacks(Streams, "_stream", stream_of_the_collection), loop(1, "staged", own_stream=True)
+        lacks(Streams, "_stream", stream_of_the_collection), loop(1, "staged", own_stream=15)
     ),
     "who issues first": Law(
         lacks(StepStream, "settle"), replace(data(), backend="nccl"), 2, raced=False
