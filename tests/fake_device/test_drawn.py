@@ -37,20 +37,20 @@ def check(guard: Path, seed: int, ranks: int, runs: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "ranks", "backend"), [(0, 1, "gloo"), (1, 2, "gloo"), (2, 2, "nccl"), (3, 3, "nccl")]
+    ("seed", "ranks", "backend"), [(0, 1, "gloo"), (1, 2, "gloo"), (3, 3, "nccl")]
 )
 def test_a_drawn_run_has_the_bits_of_resident(
     guard: Path, seed: int, ranks: int, backend: str
 ) -> None:
-    check(guard, seed, ranks, 3 if ranks < 3 else 2, backend)
+    check(guard, seed, ranks, 3 if ranks == 1 else 1, backend)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 18))
+@pytest.mark.parametrize("seed", range(10, 14))
 @pytest.mark.parametrize(
     ("ranks", "backend"), [(1, "gloo"), *((r, b) for r in (2, 3) for b in ("gloo", "nccl"))]
 )
 def test_every_drawn_run_has_the_bits_of_resident(
     guard: Path, seed: int, ranks: int, backend: str
 ) -> None:
-    check(guard, seed, ranks, 8, backend)
+    check(guard, seed, ranks, 6, backend)

@@ -20,7 +20,7 @@ REAL = {
 }
 """What needs a real device, and why."""
 
-QUICK = "not test_cuda or waits and mixed and home"
+QUICK = "not test_cuda"
 """Of the others, `-k` of those that take few seconds."""
 
 
@@ -64,7 +64,7 @@ def check(guard: Path, chosen: str, least: int) -> set[str]:
 
 
 def test_quick_tests_that_are_marked_pass(guard: Path) -> None:
-    check(guard, QUICK, 12)
+    check(guard, QUICK, 10)
 
 
 @pytest.mark.slow
