@@ -202,7 +202,7 @@ def scored_sum(rows: JaggedTensor, query: Tensor) -> Tensor:
     """`[b, D]`: every sequence's rows, each times its score and its place."""
     values, lengths = rows.values(), rows.lengths()
     sample = torch.repeat_interleave(lengths)
-    place = torch.arange(len(values)) - rows.offsets()[sample] + 1
+    place = torch.arange(len(values), device=values.device) - rows.offsets()[sample] + 1
     scored = values * torch.sigmoid(values @ query).mul(place).unsqueeze(1)
     return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, scored)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class End:
 class Job:
     """Ranks that run; as under torchrun, their store lives in this process and outlives them.
 
-    `agent=False`: in rank 0, as without torchrun; `fresh`: in interpreters of their own.
+    `agent=False`: in rank 0, as without torchrun; `context`: how they are started, as `forking`.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Job:
         world_size: int,
         *args: Any,
         agent: bool = True,
-        fresh: bool = False,
+        context: BaseContext | None = None,
     ) -> None:
-        context = mp.get_context("spawn") if fresh else forking()
+        context = context or forking()
         self._store = agent_store() if agent else None
         port = self._store.port if self._store else free_port()
         self._pipes, self._children = {}, []
@@ -168,14 +168,18 @@ class Job:
 
 
 def run_ranks(
-    function: Callable, world_size: int, *args: Any, timeout: float = 120, fresh: bool = False
+    function: Callable,
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    context: BaseContext | None = None,
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; the return values by rank.
 
     `function` is at module level and its values can be pickled (tensors: return NumPy arrays).
     Raises RuntimeError with the traceback of the rank that failed first, or when a rank dies
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
-    `fresh`: in interpreters that have imported nothing.
+    `context`: as for a `Job`.
     """
-    job = Job(function, world_size, *args, agent=False, fresh=fresh)
+    job = Job(function, world_size, *args, agent=False, context=context)
     return [end.value for end in job.ends(timeout, raising=True)]

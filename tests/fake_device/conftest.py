@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fake_device import process
 
 
 @pytest.fixture(scope="session")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """guard.cpp as a library, which takes seconds; skips where it cannot be made or is no use."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this build of torch has a CUDA device of its own: a CPU build is needed")
@@ -31,4 +33,5 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
-    return library
+    yield library
+    process.stop()

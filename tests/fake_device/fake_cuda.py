@@ -1,8 +1,9 @@
 """A CUDA device that is not there: `cuda:0` in the memory of the host, for the CPU build of torch.
 
 A tensor of the device is a wrapper over a CPU tensor. An operation finds its shapes on `meta` and
-is queued on the calling thread's current stream, and done as late as can be.
-So whatever the host or another stream reads without waiting for it is read too early:
+is queued on the calling thread's current stream, and done as late as can be (`Lazy`), or in any
+other order that events allow (`Random`, `Moody`). So whatever the host or another stream reads
+without waiting for it is read too early:
 
 * new memory is NaN (integers: 0), and stays that until the operation that writes it is done;
 * memory that was let go of is spoilt as soon as the streams that may use it are through (the one
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import random
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 GUARD: Any = None
 """The library made of guard.cpp."""
@@ -52,13 +55,16 @@ class Dropped:
 class Device:
     """The streams, and what was counted: operations by kind and name of the thread.
 
-    What is queued is done when somebody waits for it, and nothing before that. A scheduler that
-    does more of it earlier overrides `queued` and `polled`, and calls `reach`.
+    What is queued is done when somebody waits for it, and before that as the `scheduler` says.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
+        self.scheduler: Scheduler = Lazy()
+        self.warns = False
+        """Whether a host that waits is warned (`torch.cuda.set_sync_debug_mode`)."""
+        self.failure: Exception | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
         self._dropped: list[Dropped] = []
         self._events: dict[int, Event] = {}
@@ -81,14 +87,12 @@ class Device:
         """Append `work` to the current stream (or `stream`): a call (`launch`: which may write to
         memory), or an event to wait for."""
         with self.lock:
+            self.check()
             stream = stream or self.current()
             while launch and stream.used_again:
                 self._append(stream.used_again.popleft(), stream)
             self._append(work, stream)
-            self.queued(stream)
-
-    def queued(self, stream: Stream) -> None:
-        """Something was queued on `stream`; the device is locked."""
+            self.scheduler.queued(self)
 
     def polled(self, event: Event) -> None:
         """The host has looked at an event that is not reached; a host that looks again sees it."""
@@ -101,30 +105,67 @@ class Device:
         stream.queued += 1
         self._spoil(stream)
 
+    def advance(self, stream: Stream, place: int) -> Event | Gate | None:
+        """Do the work of `stream` up to `place`, as far as that waits for nothing; what it is."""
+        with self.lock:
+            while stream.done < place:
+                work = stream.work[0]
+                if isinstance(work, Event) and work.stream.done < work.place:
+                    return work
+                if isinstance(work, Gate) and not self._is_open(work):
+                    return work
+                stream.work.popleft()
+                stream.done += 1
+                if not isinstance(work, Event | Gate):
+                    work()
+                self._spoil(stream)
+            return None
+
+    def _is_open(self, gate: Gate) -> bool:
+        try:
+            return self.failure is None and gate.ready()
+        except Exception as error:  # for the hosts, whoever has looked
+            self.failure = error
+            return False
+
     def reach(self, stream: Stream, place: int) -> None:
-        """Do the work of `stream` up to `place`, and what that waits for, and nothing else."""
+        """Do the work of `stream` up to `place`, and what that waits for, and nothing else; as far
+        as other devices let it."""
         with self.lock:
             path = [(stream, place)]
             while path:
-                stream, place = path[-1]
-                if stream.done >= place:
+                blocker = self.advance(*path[-1])
+                if isinstance(blocker, Gate):
+                    return
+                if blocker is None:
                     path.pop()
-                    continue
-                work = stream.work[0]
-                if isinstance(work, Event) and work.stream.done < work.place:
-                    path.append((work.stream, work.place))
-                    continue
-                stream.work.popleft()
-                stream.done += 1
-                if not isinstance(work, Event):
-                    work()
-                self._spoil(stream)
+                else:
+                    path.append((blocker.stream, blocker.place))
 
-    def wait(self, stream: Stream, place: int) -> None:
-        """Let the host wait for `stream` to be at `place`."""
+    def give_up(self) -> None:
+        """Forget what has failed, and with it all work."""
+        with self.lock:
+            for stream in self.streams if self.failure is not None else ():
+                stream.work.clear()
+                stream.done = stream.queued
+            self.failure = None
+
+    def check(self) -> None:
+        """Raise what has failed."""
+        if self.failure is not None:
+            raise RuntimeError(str(self.failure)) from self.failure
+
+    def wait(self, stream: Stream, place: int, an_event: bool = False) -> None:
+        """Let the host wait for `stream` to be at `place`; for an event's, nobody is warned."""
         if stream.done < place:
             self.count("host wait")
-            self.reach(stream, place)
+            if self.warns and not an_event:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+            while stream.done < place:
+                self.check()
+                self.reach(stream, place)
+                if stream.done < place:
+                    time.sleep(1e-4)  # another device is not there yet
 
     def _spoil(self, stream: Stream) -> None:
         """Memory is written to as early as that may be: as soon as the work before is done."""
@@ -157,6 +198,53 @@ class Device:
         )
         GUARD.fake_callbacks(*self._called)
 
+
+# --- what is done before somebody waits for it --------------------------------------------------
+
+
+class Lazy:
+    """Nothing."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+
+    def queued(self, device: Device) -> None:
+        """Something was queued; the device is locked."""
+
+
+class Random(Lazy):
+    """Now and then some of the work of any stream."""
+
+    def queued(self, device: Device) -> None:
+        for stream in self.random.sample(device.streams, 1 + self.random.randrange(2)):
+            if stream.work:
+                ahead = self.random.randrange(1, 2 + 2 * len(stream.work))
+                device.advance(stream, min(stream.queued, stream.done + ahead))
+
+
+class Moody(Lazy):
+    """Each stream is fast, with nothing left to do, or asleep, for a while."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._moods: dict[Stream, tuple[bool, int]] = {}
+
+    def queued(self, device: Device) -> None:
+        for stream in filter(lambda stream: stream.work, device.streams):
+            fast, left = self._moods.get(stream, (False, 0))
+            if left == 0:
+                fast, left = self.random.random() < 0.5, self.random.randrange(1, MOOD)
+            self._moods[stream] = fast, left - 1
+            if fast:
+                device.advance(stream, stream.queued)
+
+
+MOOD = 300
+"""How many operations a mood lasts at most: a few steps' of the tests."""
+
+SCHEDULERS = {"lazy": Lazy, "random": Random, "moody": Moody}
+Scheduler = Lazy
+"""A source of its own of random numbers, and what it does with them."""
 
 DEVICE = Device()
 
@@ -219,13 +307,14 @@ class Event:
 
     def query(self) -> bool:
         with DEVICE.lock:
+            DEVICE.check()
             if self.stream is not None and self.stream.done < self.place:
                 DEVICE.polled(self)
             return self.stream is None or self.stream.done >= self.place
 
     def synchronize(self) -> None:
         if self.stream is not None:
-            DEVICE.wait(self.stream, self.place)
+            DEVICE.wait(self.stream, self.place, an_event=True)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds to `end`; RuntimeError where one is not reached, or takes no time."""
@@ -236,5 +325,14 @@ class Event:
         return (end.time[0] - self.time[0]) * 1e3
 
 
-Work = Callable[[], None] | Event | Dropped
-"""What a stream is given: a call, an event to wait for, memory that is used again."""
+@runtime_checkable
+class Gate(Protocol):
+    """Work that others take part in."""
+
+    def ready(self) -> bool:
+        """Whether it is done; goes on with it meanwhile."""
+        ...
+
+
+Work = Callable[[], None] | Event | Dropped | Gate
+"""What a stream is given: a call, an event to wait for, memory that is used again, or a gate."""

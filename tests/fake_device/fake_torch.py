@@ -19,6 +19,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 INDEXING = (aten.index.Tensor, aten.index_put_.default)
 """Operations that bring indices on the CPU to the device themselves."""
+BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+"""Operations whose results beside the first are other ones on the CPU; nobody reads them."""
 
 
 class Memory:
@@ -106,7 +108,8 @@ def _into(out: Any, func: Callable) -> Callable:
 
     def work(*args: Any, **kwargs: Any) -> None:
         for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
-            target.copy_(value)
+            if target.shape == value.shape or func not in BAGS:
+                target.copy_(value)
 
     return work
 
@@ -222,7 +225,7 @@ def launch_kernel(body: Callable, *args: Any) -> None:
 
 
 @contextlib.contextmanager
-def _on(stream: Stream | None) -> Iterator[None]:
+def on_stream(stream: Stream | None) -> Iterator[None]:
     before = GUARD.fake_stream()
     GUARD.fake_set_stream(before if stream is None else stream.stream_id)
     try:
@@ -250,7 +253,8 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "stream": _on,
+    "set_sync_debug_mode": lambda mode: setattr(DEVICE, "warns", mode == "warn"),
+    "stream": on_stream,
     "synchronize": _synchronize,
 }
 _GIVES = {
@@ -280,7 +284,7 @@ class _Work:
 
 def _all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
     """`dist.all_reduce` that takes tensors of the device too, on gloo."""
-    if not isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, FakeTensor) or dist.get_backend(kwargs.get("group")) != "gloo":
         return _plain_all_reduce(tensor, *args, async_op=async_op, **kwargs)
     staged = tensor.cpu()
     work = _Work(
@@ -307,6 +311,8 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "CUDA")
     library.impl("empty_strided", _empty_strided, "CUDA")
+    for name in ("arange", "arange.start", "arange.start_step"):  # whose own resize a tensor
+        library.impl(name, _arange, "CUDA")
     _CUDA["library"] = library  # which registers as long as it is held
 
 
@@ -315,6 +321,13 @@ def _empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **how: An
         size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format
     )
     return empty(like.shape, like.stride(), like.dtype)
+
+
+def _arange(*bounds: Any, dtype: Any = None, **how: Any) -> FakeTensor:
+    like = torch.arange(*bounds, dtype=dtype, device="meta")
+    out = empty(like.shape, like.stride(), like.dtype)
+    launch(torch.arange, *bounds, out=out.host)
+    return out
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **how: Any) -> FakeTensor:

@@ -1,43 +1,105 @@
-"""Calls in processes that have the device that is not there."""
+"""Calls in processes that have the device that is not there.
+
+They are forked from one that has imported everything with the library of guard.cpp, and started
+nothing: it is made by the first call, and ends with `stop`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.multiprocessing as mp
 from fake_device import fake_cuda
 from ranks import free_port, run_ranks
 
+LAZY = ("lazy", 0)
+"""A scheduler, with its seed."""
+
+_SERVERS: list[tuple[Connection, Any]] = []
+
 
 def run(
-    guard: Path, work: Callable, calls: Sequence[Any], ranks: int = 1, timeout: float = 240
+    guard: Path,
+    work: Callable,
+    calls: Sequence[Any],
+    ranks: int = 1,
+    timeout: float = 240,
+    under: Sequence[tuple[str, int]] = (),
 ) -> list[list[Any]]:
-    """What `work(call)` returns for each of `calls`, by rank.
+    """What `work(call)` returns for each of `calls`, by rank; `under`: the scheduler of each.
 
     Every rank is a process of its own with its own device.
     """
     ports = [free_port() for _ in calls]  # a store may outlive its call on the other rank
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(guard))  # torch looks for devices when it is imported
-        patch.setenv("TRITON_INTERPRET", "0")  # kernels are launched
-        given = (guard, work, calls, ports)
-        found = run_ranks(_on_rank, ranks, *given, timeout=timeout, fresh=True)
+    pipe = _SERVERS[0][0] if _SERVERS else _start(guard)
+    pipe.send((ranks, (work, calls, under or [LAZY] * len(calls), ports), timeout))
+    assert pipe.poll(timeout + 60), "the server of ranks does not answer"
+    found, error = pipe.recv()
+    if error is not None:
+        raise error
     return [list(by_rank) for by_rank in zip(*found, strict=True)]
 
 
-def _on_rank(
-    rank: int, size: int, guard: Path, work: Callable, calls: Sequence, ports: Sequence[int]
-) -> list[Any]:
+def _start(guard: Path) -> Connection:
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_PRELOAD", str(guard))  # torch looks for devices when it is imported
+        patch.setenv("TRITON_INTERPRET", "0")  # kernels are launched
+        patch.setenv("OMP_NUM_THREADS", "1")
+        server = context.Process(target=_serve, args=(guard, there))
+        server.start()
+    there.close()
+    _SERVERS.append((here, server))
+    return here
+
+
+def stop() -> None:
+    """End the process that the others are forked from."""
+    for pipe, server in _SERVERS:
+        pipe.close()
+        server.join()
+    _SERVERS.clear()
+
+
+def _serve(guard: Path, pipe: Connection) -> None:
+    os.environ.pop("LD_PRELOAD")
     fake_cuda.load(guard)
+    importlib.import_module("preloaded")
+    while True:
+        try:
+            ranks, given, timeout = pipe.recv()
+        except EOFError:
+            return
+        try:
+            fork = mp.get_context("fork")
+            pipe.send((run_ranks(_on_rank, ranks, *given, timeout=timeout, context=fork), None))
+        except Exception as error:
+            pipe.send((None, error))
+
+
+def _on_rank(
+    rank: int,
+    size: int,
+    work: Callable,
+    calls: Sequence,
+    under: Sequence[tuple[str, int]],
+    ports: Sequence[int],
+) -> list[Any]:
     from fake_device import fake_torch, kernels
 
     fake_torch.install()
     kernels.install()
     found = []
-    for call, port in zip(calls, ports, strict=True):
+    for call, (scheduler, seed), port in zip(calls, under, ports, strict=True):
+        fake_cuda.DEVICE.give_up()
+        fake_cuda.DEVICE.scheduler = fake_cuda.SCHEDULERS[scheduler](seed + rank)
         os.environ["MASTER_PORT"] = str(port)
         found.append(work(call))
     return found

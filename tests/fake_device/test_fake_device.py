@@ -15,14 +15,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from ebc_cases import Pooled, batches, cached, dense_optimizer, loss_of, mixed_configs
-from fake_device import fake_cuda
+from ebc_cases import Pooled, batches, cached, dense_optimizer, loss_of, mixed_configs, using
 from fake_device.fake_cuda import DEVICE
 from fake_device.process import run
+from scenarios import Shaker
 
 from distcache import lookahead, train
 
@@ -34,6 +33,7 @@ KEYS = """
     optim=adagrad cache.lookahead=3 run.save=false
 """
 
+SCHEDULES = [("lazy", 1), ("moody", 2), ("random", 3)]
 RESIDENT = ["parallel=resident"]
 CPU = ["parallel=resident", "trainer.device=cpu"]
 
@@ -84,17 +84,39 @@ def check(found: list[list[dict[str, Any]]]) -> None:
     assert min(by_rank[0]["rows_written_back"] for by_rank in found[1:]) > 50
 
 
+@pytest.mark.slow
 def test_one_rank_has_the_bits_of_resident(guard: Path, tmp_path: Path) -> None:
     cases = [RESIDENT, *(keys(*case) for case in ONE), CPU]
-    *found, on_cpu = run(guard, command, calls(tmp_path, cases))
+    under = [*SCHEDULES, *SCHEDULES[:2]]
+    *found, on_cpu = run(guard, command, calls(tmp_path, cases), under=under)
     check(found)
     # The device computes what the CPU does, but for rounding.
     assert found[0][0]["final_loss"] == pytest.approx(on_cpu[0]["final_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_resident(guard: Path, tmp_path: Path) -> None:
     cases = [RESIDENT, *(keys(*case) for case in TWO)]
-    check(run(guard, command, calls(tmp_path, cases), ranks=2))
+    check(run(guard, command, calls(tmp_path, cases), 2, under=[*SCHEDULES, *SCHEDULES[1:]]))
+
+
+WHOLE = ["trainer.amp=bf16", "trainer.eval_every=6", "trainer.eval_steps=3", "run.save=true"]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_evaluates_and_goes_on_from_a_checkpoint(
+    guard: Path, tmp_path: Path, ranks: int
+) -> None:
+    """In bfloat16; a run that begins staged may go on in place, under another scheduler."""
+    started = [*keys(*ONE[2]), "trainer.steps=9"]
+    rest = [*keys(*ONE[1]), f"trainer.resume={tmp_path}/2"]
+    given = calls(tmp_path, [RESIDENT, keys(*ONE[1]), started, rest], *WHOLE)
+    under = [("lazy", 0), ("moody", 1), ("random", 2), ("moody", 3)]
+    found = run(guard, command, given, ranks, under=under)
+    names = ("state_digest", "eval_auc", "eval_logloss", "final_loss")
+    first, _, half, last = ([by_rank[0][name] for name in names] for by_rank in found)
+    check(found[:2])
+    assert last == first != half
 
 
 @pytest.mark.slow
@@ -105,43 +127,26 @@ def test_every_placement_has_the_bits_of_resident(
 ) -> None:
     cases = [RESIDENT, *(keys(*case) for case in REST if ranks > 1 or case[3] == "replicated")]
     given = calls(tmp_path, cases, f"optim={optimizer}", "trainer.steps=24")
-    check(run(guard, command, given, ranks=ranks))
-
-
-def broken(call: dict[str, Any]) -> str:
-    """The state digest of `command` on a device whose streams lack the method `without`, which
-    then does nothing; or the error that this led to."""
-    with patch.object(fake_cuda.Stream, call["without"], lambda self, *args: None):
-        try:
-            return command(call)["state_digest"]
-        except RuntimeError as error:
-            return repr(error)
-
-
-def test_what_is_not_ordered_is_seen(guard: Path, tmp_path: Path) -> None:
-    """Without a stream's wait for an event, or the host's for a stream, numbers are wrong."""
-    given = calls(tmp_path, [RESIDENT, keys(*ONE[0]), keys(*ONE[1])])
-    for call, without in zip(given, ("query", "synchronize", "wait_event"), strict=True):
-        call["without"] = without  # nobody asks a stream itself: this one is as it should be
-    resident, staged, in_place = run(guard, broken, given)
-    assert resident != staged
-    assert resident != in_place
+    check(run(guard, command, given, ranks, under=[SCHEDULES[i % 3] for i in range(len(given))]))
 
 
 def drop_in(call: dict[str, Any]) -> tuple[list[float], str, int]:
     """Losses of a loop over the drop-in collection, the digest of these and all weights, and how
     many rows were written back.
 
-    `settings`: of the collection; `device`; `ahead`: through a look-ahead; `own_stream`: inside a
-    stream that is made after the collection.
+    `settings`: of the collection; `device`; `ahead`: through a look-ahead; `own_stream`: so many
+    steps inside a stream that is made after the collection, as before a CUDA graph is captured;
+    `kind`: of the collection.
     """
+    using(call["kind"])
     device, losses = call["device"], []
     ebc = cached(tables=mixed_configs(), device=device, **call["settings"])
+    ebc.tables.engine.shake = Shaker(0)
     model = Pooled(ebc).to(device)
     dense = dense_optimizer(model)
-    with own_stream() if call["own_stream"] else contextlib.nullcontext():
-        given = batches(15, tables=mixed_configs())
-        for batch in lookahead(given, ebc) if call["ahead"] else given:
+    given = batches(15, tables=mixed_configs())
+    for batch in lookahead(given, ebc) if call["ahead"] else given:
+        with own_stream() if len(losses) < call["own_stream"] else contextlib.nullcontext():
             batch.dense_features = batch.dense_features.to(device, non_blocking=True)
             loss = loss_of(model, batch)
             dense.zero_grad()
@@ -149,8 +154,8 @@ def drop_in(call: dict[str, Any]) -> tuple[list[float], str, int]:
             ebc.step()
             dense.step()
             losses.append(loss.detach())
-        state = {name: value.cpu() for name, value in model.state_dict().items()}
-        state["losses"] = torch.stack(losses).cpu()
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    state["losses"] = torch.stack(losses).cpu()
     written = ebc.summary()["rows_written_back"]
     ebc.close()
     digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
@@ -167,26 +172,51 @@ def own_stream() -> Iterator[None]:
     before.wait_stream(stream)
 
 
+KIND = {"kind": "bags", "own_stream": 0}
+
+
 def loop(prefetch: int, access: str, schedule: str = "overlapped", **how: Any) -> dict[str, Any]:
     """A call of `drop_in`, through a look-ahead."""
     settings = {"rows": 260, "prefetch": prefetch, "store_access": access, "schedule": schedule}
-    return {"settings": settings, "device": "cuda", "ahead": True, "own_stream": False} | how
+    return {"settings": settings, "device": "cuda", "ahead": True} | KIND | how
 
 
-def test_a_loop_inside_a_stream_of_its_own_has_the_same_bits(guard: Path) -> None:
-    given = [
-        loop(0, "staged", "serial", ahead=False),
-        loop(1, "staged"),
-        loop(1, "staged", own_stream=True),
-        loop(3, "zero_copy", own_stream=True),
-        loop(0, "staged", own_stream=True, ahead=False),
-        loop(1, "staged", device="cpu"),
-    ]
-    *found, on_cpu = [by_rank[0] for by_rank in run(guard, drop_in, given)]
+LOOPS = [
+    loop(0, "staged", "serial", ahead=False),
+    loop(1, "staged", own_stream=4),
+    loop(3, "zero_copy", own_stream=15),
+    loop(0, "staged", own_stream=15, ahead=False),
+    loop(2, "zero_copy"),
+]
+
+
+def check_loops(guard: Path, given: list[dict[str, Any]], seed: int) -> None:
+    """All have the bits of the first, and the CPU's numbers."""
+    under = [SCHEDULES[(seed + at) % 3] for at in range(len(given) + 1)]
+    on_cpu = given[0] | {"device": "cpu"}
+    *found, expected = [one for (one,) in run(guard, drop_in, [*given, on_cpu], under=under)]
     losses, digest, _ = found[0]
     assert [one[1] for one in found] == [digest] * len(found)
     assert min(one[2] for one in found) > 50
-    assert losses == pytest.approx(on_cpu[0], rel=1e-5)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_a_collection_has_the_same_bits_in_any_stream(guard: Path) -> None:
+    check_loops(guard, LOOPS, 0)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
+def test_a_collection_of_sequences_has_the_same_bits(guard: Path, seed: int) -> None:
+    given = [one | {"kind": "sequences"} for one in LOOPS]
+    check_loops(guard, given if seed else given[:2], seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_every_look_ahead_has_the_same_bits(guard: Path, seed: int) -> None:
+    each = [(p, access) for p in range(4) for access in ("staged", "zero_copy")]
+    given = [loop(*one, own_stream=steps) for one in each for steps in (0, 4, 15)]
+    check_loops(guard, [*LOOPS, *given], seed)
 
 
 def promises(call: None) -> list[str]:
