@@ -108,7 +108,7 @@ class Options:
 class Request:
     """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
     None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
-    None: presets."""
+    None: presets; `times`: of the threads of a rank's host, as measured or of the table."""
 
     options: Options
     sources: tuple[TableSource, ...]
@@ -120,6 +120,7 @@ class Request:
     replicated_rows: dict[str, int] | None
     output: Path
     measured: Cluster | None = None
+    times: HostTimes = HOST
 
     @property
     def state(self) -> str:
@@ -151,10 +152,7 @@ class Request:
     @property
     def threads(self) -> HostTimes:
         """What the threads of a rank's host take."""
-        options = self.options
-        found = replace(HOST, planner_threads=AUTO_THREADS)
-        if self.measured is not None:
-            found = self.measured.threads
+        options, found = self.options, self.times
         if options.planner_threads:
             found = replace(found, planner_threads=options.planner_threads)
         return replace(found, row_s=0.0) if options.access == ZERO_COPY else found
@@ -314,7 +312,8 @@ def measured_here(request: Request) -> Request:
             )
         found = read_cluster(out)
     inside = found.inside if ranks > 1 else request.inside  # one rank has no link to measure
-    return replace(request, host=found.host, inside=inside, measured=found)
+    known = {"measured": found, "times": found.threads}
+    return replace(request, host=found.host, inside=inside, **known)
 
 
 def main() -> int:
@@ -371,9 +370,6 @@ def default_parameters(dims: Sequence[int]) -> int:
 
 ITEMSIZE = 4
 """Bytes of an element: float32."""
-
-AUTO_THREADS = 6
-"""That plan beside a GPU, whose rank has at least as many cores: 14 in a DGX H100."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,305 @@
+"""What the host does for a step, by thread, and the step that this predicts beside a GPU:
+`python -m benchmarks.host`.
+
+Ranks train on the CPU in processes of their own, with the threads that they have beside a GPU. A
+thread's time on its core, less what torch, the package's kernels and the model take of it, is its
+own. The cost model of `distcache.plan`, given what was measured, predicts steps beside an H100.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
+from benchmarks.options import option
+from benchmarks.ranks import opened_world
+from benchmarks.report import Bench, Column, Record, Section, run_bench
+from benchmarks.setting import SIZES, compose_setting
+from benchmarks.turns import shown, spread, take_turns
+from distcache.cli.compose import read_line
+from distcache.cli.host_times import measure_host
+from distcache.cli.plan_run import Options, parse_request
+from distcache.comm.rendezvous import find_place
+from distcache.cost.cluster import HostTimes
+from distcache.cost.predict import Prediction, predict
+from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
+
+log = logging.getLogger("distcache.benchmarks.host")
+
+THREADS = ("training", "planning", "movement")
+"""Those of `against_rank.role_of`."""
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The keys of the command line."""
+
+    size: str = option("kaggle", "tables", among=tuple(SIZES))
+    modes: tuple[str, ...] = option(("data", "resident"), "who trains", among=("data", "resident"))
+    optimizers: tuple[str, ...] = option(("sgd", "adagrad"), "of all", among=("sgd", "adagrad"))
+    ranks: tuple[int, ...] = option((1, 2), "processes that train together", least=1)
+    batch: int = option(16384, "samples of a rank and step", least=4)
+    width: int = option(8, "of every table; a thread's own work knows no width", least=1)
+    ratio: float = option(0.015, "slots as a share of the rows")
+    steps: int = option(8, "steps of a turn", least=1)
+    repetitions: int = option(3, "turns: first with calls counted, then without", least=1)
+    warmup: int = option(24, "steps before them, in which the slots are filled", least=1)
+    planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
+    launch_us: float = option(7.0, "microseconds of a kernel's launch beside a GPU, an estimate")
+    against: str = option("", "another checkout, whose training takes turns with this one's")
+    out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+
+WIDTHS, SHARES, WORLDS = (64, 128), (0.25, 1.0), (1, 2, 8)
+"""Of predicted steps: widths, batches as shares of `batch`, ranks on one node."""
+
+_PLAN = ("device=h100", "host={bandwidth: 50e9}", "lookahead=16", "prefetch=1", "optim=sgd")
+"""What they are of, beside that."""
+
+
+def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
+    """Turns of all runs, what the planner takes, and the steps predicted from both."""
+    layers = f"model.dense_arch=[32,32,16,{options.width}]", "model.over_arch=[32,16,1]"
+    layers += (f"model.embedding_dim={options.width}",)
+    ahead = "cache.lookahead=16", "cache.prefetch=1", f"cache.ratio={options.ratio}"
+    config = compose_setting(options.size, (*layers, *ahead, *overrides), find_place())
+    rows = list(config.data.table_rows)
+    records: list[Record] = []
+    for ranks, optimizer, mode in product(options.ranks, options.optimizers, options.modes):
+        own = {"model": "dlrm", "lead": 0, "threads": 1, "optimizer": optimizer, "ranks": ranks}
+        own |= {"batch": ranks * options.batch, "repetitions": 2 * options.repetitions}
+        of_run = SimpleNamespace(**asdict(options) | own)
+        spec = spec_of(mode, of_run, config, overrides)
+        about = {"mode": mode, "optimizer": optimizer, "ranks": ranks}
+        log.info("%s, %s, %d rank(s)", mode, optimizer, ranks)
+        records += trained(of_run, spec, about)
+    with opened_world("cpu") as world:
+        planner = measure_host(world, rows, options.batch, WIDTHS[0])
+    planner = replace(planner, launch_s=1e-6 * options.launch_us)
+    times, checks = constants(options, rows, records, planner)
+    numbers = {key: value for key, value in asdict(times).items() if key != "name"}
+    records += [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
+    return [*records, *checks, *steps_of(options, rows, times)]
+
+
+def trained(options: Any, spec: Record, about: Record) -> list[Record]:
+    """Turns of a run, first with calls counted, and of the other checkout's where there is one; a
+    record for each thread."""
+    paths = checkouts(options.against)
+    with ExitStack() as stack:
+        jobs = {
+            side: Job(path, options.ranks, spec | {"count": True}, stack)
+            for side, path in paths.items()
+        }
+        for job in jobs.values():
+            job.run(0, options.warmup)
+
+        def turns(how: str) -> dict[str, list[list[Record]]]:
+            run = {s: lambda _, job=job: job.run(0, options.steps, how) for s, job in jobs.items()}
+            return take_turns(run, options.repetitions)
+
+        counted, alone = turns("run"), turns("alone")
+        for job in jobs.values():
+            job.finish()
+    return [
+        {"kind": "thread", **about, "side": side, "thread": thread}
+        | _thread(counted[side], alone[side], thread)
+        for side, thread in product(paths, THREADS)
+    ]
+
+
+def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record:
+    """Milliseconds of a thread's core and its own ones, by turns, and its calls, a step and rank.
+
+    What counting takes, by event, is what a turn with it takes more than the median one without.
+    """
+
+    def of(turns: Sequence[Any], meter: str) -> list[float]:
+        return [of_ranks(ranks, meter).get(thread, 0.0) for ranks in turns]
+
+    core = spread(of(alone, "cpu_ms"))
+    own = [
+        max(0.0, ms - mine / max(every, 1.0) * max(0.0, cpu - float(core["median"] or 0.0)))
+        for ms, mine, every, cpu in zip(
+            *(of(counted, key) for key in ("own_ms", "own_events", "events", "cpu_ms")), strict=True
+        )
+    ]
+    calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
+    return {"core_ms": core, "own_ms": spread(own), **calls}
+
+
+def constants(
+    options: HostOptions, rows: Sequence[int], threads: Sequence[Record], planner: HostTimes
+) -> tuple[HostTimes, list[Record]]:
+    """The planner's constants with those that runs of this checkout give beside them, and what the
+    planner of each run took beside what they predict.
+
+    Training's own work and movement's are medians over the runs of `data`; an exchange of planners
+    takes what the planner of several ranks takes more than predicted, the mean.
+    """
+    here = [record for record in threads if record["side"] == THIS]
+
+    def of(name: str) -> list[float]:
+        data = [r for r in here if r["thread"] == name and r["mode"] == "data"]
+        return [1e-3 * r["own_ms"]["median"] for r in data] or [0.0]
+
+    times = replace(planner, training_s=float(np.median(of("training"))), planner_threads=1)
+    times = replace(times, moving_s=float(np.median(of("movement"))))
+    plans = [record for record in here if record["thread"] == "planning"]
+
+    def planning(record: Record) -> float:
+        how = {"batch": options.batch, "width": WIDTHS[0], "ranks": record["ranks"]}
+        kind = REPLICATED if record["mode"] == "data" else RESIDENT
+        return predicted(options, rows, times, kind, **how).time.threads.planner
+
+    more = [
+        (1e-3 * record["own_ms"]["median"] - planning(record)) / math.log2(record["ranks"])
+        for record in plans
+        if record["ranks"] > 1
+    ]
+    times = replace(times, exchange_s=max(0.0, sum(more) / len(more)) if more else 0.0)
+    checks = [{**r, "kind": "check", "predicted": 1e3 * planning(r)} for r in plans]
+    return replace(times, planner_threads=options.planner_threads), checks
+
+
+def predicted(
+    options: HostOptions,
+    rows: Sequence[int],
+    times: HostTimes,
+    kind: str,
+    *,
+    batch: int,
+    width: int,
+    ranks: int,
+) -> Prediction:
+    """A step beside an H100, as `distcache.plan` predicts it with these `times` of the host."""
+    own = f"table_rows={list(rows)}", f"cache_ratio={options.ratio}", f"world_size={ranks}"
+    own += f"batch={batch}", f"width={width}", f"most_ranks={ranks}"
+    line = read_line("plan", Options, [word.replace(" ", "") for word in (*_PLAN, *own)])
+    assert line is not None, "neither help nor the configuration was asked for"
+    request = replace(parse_request(line), times=times)
+    return predict(kind, *request.on(ranks, 1))
+
+
+def steps_of(options: HostOptions, rows: Sequence[int], times: HostTimes) -> list[Record]:
+    """A record for each predicted step; rows are staged, or read in place."""
+    records = []
+    for width, share, ranks in product(WIDTHS, SHARES, WORLDS):
+        how = {"batch": round(share * options.batch), "width": width, "ranks": ranks}
+        found = {
+            who: predicted(options, rows, at, kind, **how).time
+            for who, kind, at in (
+                ("data, zero_copy", REPLICATED, replace(times, row_s=0.0)),
+                ("data, staged", REPLICATED, times),
+                ("resident", RESIDENT, times),
+                ("fused tables", TABLE_WISE, times),
+            )
+        }
+        for who, time in found.items():
+            gpu = time.dense + time.sparse + time.exposed
+            records.append({
+                "kind": "step", **how, "who": who, "step": time.total, "binds": time.binds,
+                "gpu": gpu, "link": max(time.host, time.exposed + time.hidden),
+                **time.threads._asdict(), "thread_to_gpu": max(time.threads) / gpu,
+                "to_resident": time.total / found["resident"].total,
+                "to_fused": time.total / found["fused tables"].total,
+            })  # fmt: skip
+    return records
+
+
+_MS = shown()
+
+
+def _ms(title: str, key: str) -> Column:
+    return Column(title, lambda row: 1e3 * row[key], ".2f")
+
+
+SECTIONS = (
+    Section(
+        "Threads",
+        "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
+        "thread does. Its own: without what torch, the package's kernels and the model take, from "
+        "turns in which calls are counted, less what counting takes. Calls of Python functions a "
+        "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). "
+        "Tables are narrow here, for memory's sake: what depends on the width is torch's.",
+        "thread",
+        (
+            Column("mode", "mode"),
+            Column("optimizer", "optimizer"),
+            Column("ranks", "ranks"),
+            Column("checkout", "side"),
+            Column("thread", "thread"),
+            Column("on a core", "core_ms", _MS),
+            Column("its own", "own_ms", _MS),
+            Column("calls", "calls", ",.0f"),
+            Column("of the package", "package_calls", ",.0f"),
+            Column("NumPy", "numpy_calls", ",.0f"),
+        ),
+    ),
+    Section(
+        "What the model takes from this",
+        "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
+        "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
+        "fitted to nine streams and caches (`distcache.cli.host_times`), `training_s` and "
+        "`moving_s` are from the table above, `exchange_s` is what a planner of several ranks "
+        "takes more on its core; waiting for the others is in none. `launch_s` is an estimate.",
+        "constant",
+        (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
+    ),
+    Section(
+        "Planners as they ran, and as predicted",
+        "Milliseconds of the planner's thread, one, in a step.",
+        "check",
+        (
+            Column("mode", "mode"),
+            Column("optimizer", "optimizer"),
+            Column("ranks", "ranks"),
+            Column("its own", "own_ms", _MS),
+            Column("predicted", "predicted", ".2f"),
+        ),
+    ),
+    Section(
+        "The predicted step",
+        "Milliseconds of a step of DLRM and SGD beside an H100 (NVLink 4, host link of 50 GB/s), "
+        "as `distcache.plan` predicts it, which has not run on one: kernels reach 0.8 of the "
+        "device's memory bandwidth and 0.67 of its float32 rate, both estimates. A step is as long "
+        "as what takes longest: the GPU with the collectives that it waits for, links, or one of "
+        "the host's threads. `fused tables`: lookups and updates in one kernel, whole tables on "
+        "ranks, without a planner; their Python and their sorts are left out. Goal: data / "
+        "resident <= 1.05, and no thread slower than the GPU (<= 1).",
+        "step",
+        (
+            Column("width", "width"),
+            Column("batch", "batch", ","),
+            Column("ranks", "ranks"),
+            Column("who", "who"),
+            _ms("GPU", "gpu"),
+            _ms("links", "link"),
+            _ms("launches", "launch"),
+            _ms("planner", "planner"),
+            _ms("mover", "mover"),
+            _ms("step", "step"),
+            Column("binds", "binds"),
+            Column("slowest thread / GPU", "thread_to_gpu", ".2f"),
+            Column("/ resident", "to_resident", ".2f"),
+            Column("/ fused", "to_fused", ".2f"),
+        ),
+    ),
+)
+
+BENCH = Bench("The host's threads", HostOptions, measure, SECTIONS, overrides=True)
+main = partial(run_bench, BENCH)
+
+if __name__ == "__main__":
+    sys.exit(main())
