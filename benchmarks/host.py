@@ -28,7 +28,7 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.turns import shown, spread, take_turns
 from distcache.cli.compose import read_line
-from distcache.cli.host_times import measure_host
+from distcache.cli.host_times import fit, measure_host
 from distcache.cli.plan_run import Options, parse_request
 from distcache.comm.rendezvous import find_place
 from distcache.cost.cluster import HostTimes
@@ -46,14 +46,16 @@ class HostOptions:
     """The keys of the command line."""
 
     size: str = option("kaggle", "tables", among=tuple(SIZES))
-    modes: tuple[str, ...] = option(("data", "resident"), "who trains", among=("data", "resident"))
-    optimizers: tuple[str, ...] = option(("sgd", "adagrad"), "of all", among=("sgd", "adagrad"))
+    optimizers: tuple[str, ...] = option(
+        ("sgd", "adagrad"), "mode data trains with each; resident, and a smaller batch, with the "
+        "first", among=("sgd", "adagrad", "adam"),
+    )  # fmt: skip
     ranks: tuple[int, ...] = option((1, 2), "processes that train together", least=1)
     batch: int = option(16384, "samples of a rank and step", least=4)
     width: int = option(8, "of every table; a thread's own work knows no width", least=1)
     ratio: float = option(0.015, "slots as a share of the rows")
-    steps: int = option(8, "steps of a turn", least=1)
-    repetitions: int = option(3, "turns: first with calls counted, then without", least=1)
+    steps: int = option(6, "steps of a turn", least=1)
+    repetitions: int = option(4, "turns: first with calls counted, then without", least=1)
     warmup: int = option(24, "steps before them, in which the slots are filled", least=1)
     planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
     launch_us: float = option(7.0, "microseconds of a kernel's launch beside a GPU, an estimate")
@@ -76,13 +78,12 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     config = compose_setting(options.size, (*layers, *ahead, *overrides), find_place())
     rows = list(config.data.table_rows)
     records: list[Record] = []
-    for ranks, optimizer, mode in product(options.ranks, options.optimizers, options.modes):
-        own = {"model": "dlrm", "lead": 0, "threads": 1, "optimizer": optimizer, "ranks": ranks}
-        own |= {"batch": ranks * options.batch, "repetitions": 2 * options.repetitions}
+    for about in runs_of(options):
+        log.info(" ".join(f"{key}={value}" for key, value in about.items()))
+        own = {"model": "dlrm", "lead": 0, "threads": 1, "repetitions": 2 * options.repetitions}
+        own |= about | {"batch": about["ranks"] * about["batch"]}
         of_run = SimpleNamespace(**asdict(options) | own)
-        spec = spec_of(mode, of_run, config, overrides)
-        about = {"mode": mode, "optimizer": optimizer, "ranks": ranks}
-        log.info("%s, %s, %d rank(s)", mode, optimizer, ranks)
+        spec = spec_of(about["mode"], of_run, config, overrides)
         records += trained(of_run, spec, about)
     with opened_world("cpu") as world:
         planner = measure_host(world, rows, options.batch, WIDTHS[0])
@@ -91,6 +92,16 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     numbers = {key: value for key, value in asdict(times).items() if key != "name"}
     records += [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
     return [*records, *checks, *steps_of(options, rows, times)]
+
+
+def runs_of(options: HostOptions) -> list[Record]:
+    """What trains: mode, optimizer, ranks, and samples of each."""
+    names, first = ("mode", "optimizer", "ranks", "batch"), options.optimizers[0]
+    every = [("data", *of, options.batch) for of in product(options.optimizers, options.ranks)]
+    every += [("resident", first, ranks, options.batch) for ranks in options.ranks]
+    small = round(SHARES[0] * options.batch)
+    every += [(mode, first, options.ranks[0], small) for mode in ("data", "resident")]
+    return [dict(zip(names, run, strict=True)) for run in every]
 
 
 def trained(options: Any, spec: Record, about: Record) -> list[Record]:
@@ -145,31 +156,36 @@ def constants(
     """The planner's constants with those that runs of this checkout give beside them, and what the
     planner of each run took beside what they predict.
 
-    Training's own work and movement's are medians over the runs of `data`; an exchange of planners
-    takes what the planner of several ranks takes more than predicted, the mean.
+    Training's own work is the median over the runs of `data`; movement's has a part for each byte
+    of index tensors; an exchange of planners takes what the planner of several ranks takes more
+    than predicted, the mean.
     """
     here = [record for record in threads if record["side"] == THIS]
+    data = [record for record in here if record["mode"] == "data"]
+    own = {id(record): 1e-3 * record["own_ms"]["median"] for record in here}
+    times = replace(planner, planner_threads=1, exchange_s=0.0)
 
-    def of(name: str) -> list[float]:
-        data = [r for r in here if r["thread"] == name and r["mode"] == "data"]
-        return [1e-3 * r["own_ms"]["median"] for r in data] or [0.0]
-
-    times = replace(planner, training_s=float(np.median(of("training"))), planner_threads=1)
-    times = replace(times, moving_s=float(np.median(of("movement"))))
-    plans = [record for record in here if record["thread"] == "planning"]
-
-    def planning(record: Record) -> float:
-        how = {"batch": options.batch, "width": WIDTHS[0], "ranks": record["ranks"]}
+    def step(record: Record) -> Prediction:
         kind = REPLICATED if record["mode"] == "data" else RESIDENT
-        return predicted(options, rows, times, kind, **how).time.threads.planner
+        how = {key: record[key] for key in ("batch", "ranks")}
+        return predicted(options, rows, times, kind, **how, width=WIDTHS[0])
 
+    training = [own[id(r)] for r in data if r["thread"] == "training"]
+    moves = [record for record in data if record["thread"] == "movement"]
+    sent = [[1.0, step(record).traffic.index_bytes] for record in moves]
+    moving_s, byte_s = fit(sent, [own[id(record)] for record in moves])
+    times = replace(times, training_s=float(np.median(training)), moving_s=moving_s, byte_s=byte_s)
+    plans = [record for record in here if record["thread"] == "planning"]
     more = [
-        (1e-3 * record["own_ms"]["median"] - planning(record)) / math.log2(record["ranks"])
+        (own[id(record)] - step(record).time.threads.planner) / math.log2(record["ranks"])
         for record in plans
         if record["ranks"] > 1
     ]
     times = replace(times, exchange_s=max(0.0, sum(more) / len(more)) if more else 0.0)
-    checks = [{**r, "kind": "check", "predicted": 1e3 * planning(r)} for r in plans]
+    checks = [
+        {**record, "kind": "check", "predicted": 1e3 * step(record).time.threads.planner}
+        for record in plans
+    ]
     return replace(times, planner_threads=options.planner_threads), checks
 
 
@@ -238,6 +254,7 @@ SECTIONS = (
             Column("mode", "mode"),
             Column("optimizer", "optimizer"),
             Column("ranks", "ranks"),
+            Column("batch", "batch", ","),
             Column("checkout", "side"),
             Column("thread", "thread"),
             Column("on a core", "core_ms", _MS),
@@ -251,20 +268,23 @@ SECTIONS = (
         "What the model takes from this",
         "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
-        "fitted to nine streams and caches (`distcache.cli.host_times`), `training_s` and "
-        "`moving_s` are from the table above, `exchange_s` is what a planner of several ranks "
-        "takes more on its core; waiting for the others is in none. `launch_s` is an estimate.",
+        "fitted to nine streams and caches (`distcache.cli.host_times`); `training_s`, `moving_s` "
+        "and `byte_s` are from the table above, `exchange_s` is what a planner of several ranks "
+        "takes more on its core: waiting for the others is in none. `row_s` is of a row gathered "
+        "or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
     ),
     Section(
         "Planners as they ran, and as predicted",
-        "Milliseconds of the planner's thread, one, in a step.",
+        "Milliseconds of the planner's thread, one, in a step. What the model takes was measured "
+        "without training beside it.",
         "check",
         (
             Column("mode", "mode"),
             Column("optimizer", "optimizer"),
             Column("ranks", "ranks"),
+            Column("batch", "batch", ","),
             Column("its own", "own_ms", _MS),
             Column("predicted", "predicted", ".2f"),
         ),

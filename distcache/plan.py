@@ -80,6 +80,9 @@ _LAYOUTS = {
 """How tables and pictures call the layouts, and colour (Okabe & Ito), mark, line and its width of
 each: what may lie under another line is wider."""
 
+THREADS = {"launch": "launches", "planner": "planner", "mover": "mover"}
+"""The threads of a rank's host, and how tables call what they do."""
+
 LABELS = {layout: name for layout, (name, *_) in _LAYOUTS.items()}
 
 
@@ -121,20 +124,25 @@ def time_table(point: Point) -> Table:
     """What a step of each layout takes."""
 
     def ms(name: str, prediction: Prediction) -> str:
-        return f"{1e3 * getattr(prediction.time, name):,.3f}"
+        time = prediction.time
+        return f"{1e3 * getattr(time.threads if name in THREADS else time, name):,.3f}"
 
     titles = {
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
         **{"waiting": "waiting", "hidden": "may hide", "host": "host link"},
+        **THREADS,
     }
     return Table.of(
         f"Step time at {point.world_size} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
-        "compute waits for + what network and host link take longer than that. Beside compute: "
-        "collectives that may hide, and the host link.",
+        "compute waits for + what network, host link or a thread of the host take longer than "
+        "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
+        f"one launches, {point.cluster.threads.planner_threads} plan, one moves. What binds is as "
+        "long as the step.",
         [
             ("layout", label),
             *((title, partial(ms, name)) for name, title in titles.items()),
+            ("binds", lambda p: p.time.binds),
             ("", partial(_mark, point)),
         ],
         point.predictions,
@@ -203,7 +211,33 @@ def cluster_table(cluster: Cluster) -> Table:
             "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
         ),
     ]
-    note = "Links of one rank, in one direction; presets are raw figures: software reaches less."
+    threads = cluster.threads
+    rows += [
+        ("a launch", f"{1e6 * threads.launch_s:,.1f} us"),
+        ("training's own work", f"{1e3 * threads.training_s:,.2f} ms"),
+        ("a plan, however small", f"{1e3 * threads.planning_s:,.2f} ms"),
+        (
+            "the planner's work for an id; a row named, decided on, fetched, placed",
+            f"{1e9 * threads.id_s:,.1f}; {1e9 * threads.named_s:,.1f}, "
+            f"{1e9 * threads.decided_s:,.1f}, {1e9 * threads.fetched_s:,.1f}, "
+            f"{1e9 * threads.placed_s:,.1f} ns",
+        ),
+        (
+            "threads that plan, and what one does alone",
+            f"{threads.planner_threads}, {100 * threads.serial:.0f} %",
+        ),
+        ("planners' exchange, per doubling of ranks", f"{1e3 * threads.exchange_s:,.2f} ms"),
+        ("movement, however little", f"{1e3 * threads.moving_s:,.2f} ms"),
+        (
+            "a byte of index tensors, a row gathered",
+            f"{1e9 * threads.byte_s:,.2f} ns, {1e9 * threads.row_s:,.1f} ns",
+        ),
+        ("what the host's threads take is", threads.name),
+    ]
+    note = (
+        "Links of one rank, in one direction; presets are raw figures: software reaches less. "
+        "What a rank's host does is of its threads' cores."
+    )
     return Table("The cluster", note, ("what", "value"), rows)
 
 
@@ -330,6 +364,15 @@ def overrides_of(plan: Plan) -> list[str]:
     return [*lines, f"cache.state={plan.request.state}"]
 
 
+_BOUNDS = {
+    "compute": "what the device computes",
+    "link": "what moves over links",
+    "launch": "the thread that launches its kernels",
+    "planner": "the planner",
+    "mover": "the thread that moves rows",
+}
+
+
 def advice(plan: Plan) -> str:
     """What to do, in a few sentences."""
     best, options = plan.here.best, plan.request.options
@@ -339,6 +382,7 @@ def advice(plan: Plan) -> str:
     cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
     ranks, least = plan.here.world_size, options.objective
     text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
+    text += f" What binds its step: {_BOUNDS[best.time.binds]}."
     if best.placement == MIXED and not options.statistics:
         text += (
             " K counts the most frequent rows of a table: without cache.statistics training takes "
@@ -381,7 +425,7 @@ def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
         "device_to_host_bytes": traffic.host_out,
         "device_bytes": prediction.device_bytes,
         "exchanges": [vars(exchange) for exchange in traffic.exchanges],
-        "seconds": vars(prediction.time),
+        "seconds": vars(prediction.time) | {"threads": prediction.time.threads._asdict()},
     }
 
 

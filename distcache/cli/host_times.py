@@ -18,6 +18,7 @@ from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
 from distcache.layout import TableSpec
+from distcache.ops.reference import put_rows, take_rows
 from distcache.planner.home import ResidentPlanner
 from distcache.planner.victims import DEFAULT
 
@@ -34,7 +35,7 @@ are distinct."""
 _ROOMS = (0, 2, 6)
 """Steps whose rows slots are for; 0: every row has a slot of its own, and none moves."""
 
-_ROWS, _CALLS, _REPEAT = 20_000, 200, 7
+_TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     """`HOST` with what this machine takes in its place, for steps of `batch` samples with one id of
     each table, and rows of `dim` elements. For this rank alone; takes some ten seconds.
 
-    What training's thread does itself, what movement takes however little it moves, and what an
-    exchange of planners takes stay those of the table.
+    Own work of the training thread and of movement's, and what an exchange of planners takes, stay
+    those of the table.
     """
     plan = partial(time_planner, world, table_rows, batch)
     found = [plan(stream, room) for stream in _STREAMS for room in _ROOMS]
@@ -66,7 +67,6 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     # A second thread takes half of what several threads share.
     alone, beside = found[2], plan(_STREAMS[0], _ROOMS[2], threads=2)
     shared = 2 * (_seconds(alone) - _seconds(beside)) / _seconds(alone)
-    byte_s, row_s = _copy_seconds(world.device, dim)
     return replace(
         HOST,
         planning_s=naming[0] + deciding[0],
@@ -78,8 +78,7 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         serial=min(max(1.0 - shared, 0.0), 1.0),
         planner_threads=planner_threads("auto", world),
         launch_s=_launch_seconds(world.device),
-        byte_s=byte_s,
-        row_s=row_s,
+        row_s=_row_seconds(dim),
         name="measured",
     )
 
@@ -162,35 +161,31 @@ def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[flo
     return found.tolist()
 
 
-def _least(call: Callable[[], object], device: torch.device) -> float:
-    """Least seconds of a call, which the device is not waited for in."""
+def _least(call: Callable[[], object]) -> float:
+    """Least seconds of a call, without what other load adds."""
     taken = []
     for _ in range(_REPEAT):
         began = time.perf_counter()
         call()
         taken.append(time.perf_counter() - began)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
     return min(taken)
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """To issue a small kernel."""
+    """To issue a small kernel, which nobody waits for."""
     value = torch.zeros(1, device=device)
 
     def launch() -> None:
         for _ in range(_CALLS):
             value.add_(1.0)
 
-    return _least(launch, device) / _CALLS
+    return _least(launch) / _CALLS
 
 
-def _copy_seconds(device: torch.device, dim: int) -> tuple[float, float]:
-    """To make a byte of index tensors ready, and to gather or scatter a row of host memory."""
-    numbers, room = np.arange(1 << 20, dtype=np.int64), np.empty(1 << 20, dtype=np.int32)
-    table = torch.zeros(max(1, (64 << 20) // (4 * dim)), dim)
-    rows = torch.randint(len(table), (_ROWS,), generator=torch.Generator().manual_seed(0))
-    staging = torch.empty(_ROWS, dim)
-    narrow = _least(lambda: np.copyto(room, numbers, casting="same_kind"), device)
-    gather = _least(lambda: torch.index_select(table, 0, rows, out=staging), device)
-    return narrow / room.nbytes, gather / _ROWS
+def _row_seconds(dim: int) -> float:
+    """To gather or to scatter a row of host memory, the mean of both."""
+    table = np.ones((max(1, _TABLE_BYTES // (4 * dim)), dim), dtype=np.float32)
+    rows = np.random.default_rng(0).choice(len(table), min(_ROWS, len(table)), replace=False)
+    some = np.empty((len(rows), dim), dtype=np.float32)
+    gathered = _least(lambda: take_rows(table, rows, some))
+    return (gathered + _least(lambda: put_rows(table, rows, some))) / (2 * len(rows))

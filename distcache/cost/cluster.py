@@ -152,8 +152,27 @@ class PlannerWork:
     placed: float = 0.0
 
 
-HOST = HostTimes(name="table")
-"""TODO"""
+HOST = HostTimes(
+    launch_s=7e-6,
+    training_s=1.8e-3,
+    planning_s=3.4e-4,
+    id_s=1.1e-8,
+    named_s=3.6e-8,
+    decided_s=4.3e-8,
+    fetched_s=4.0e-8,
+    placed_s=1.0e-8,
+    exchange_s=5e-4,
+    moving_s=2e-4,
+    byte_s=5e-10,
+    row_s=4e-8,
+    serial=0.39,
+    planner_threads=6,
+    name="measured on 2 shared cores of an AMD EPYC",
+)
+"""By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
+kernel's launch takes beside a GPU, and `planner_threads`: `trainer.planner_threads=auto` takes the
+rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is in none.
+"""
 
 
 DEVICES: dict[str, tuple[float, float, float]] = {
