@@ -8,6 +8,7 @@ what to train by JSON, the only argument, and when by a pipe, whose descriptor i
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import itertools
 import json
@@ -236,6 +237,7 @@ def role_of(thread: threading.Thread) -> str:
 
 def main() -> None:
     """Train until the pipe says stop, then tell the last loss."""
+    faulthandler.enable()  # what a crash leaves is the log
     spec = json.loads(sys.argv[1])
     checkout = Path(spec["checkout"]).resolve()
     if not Path(distcache.__file__).resolve().is_relative_to(checkout):

@@ -84,7 +84,7 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
         own |= about | {"batch": about["ranks"] * about["batch"]}
         of_run = SimpleNamespace(**asdict(options) | own)
         spec = spec_of(about["mode"], of_run, config, overrides)
-        records += trained(of_run, spec, about)
+        records += trained(options, spec, about)
     with opened_world("cpu") as world:
         planner = measure_host(world, rows, options.batch, WIDTHS[0])
     planner = replace(planner, launch_s=1e-6 * options.launch_us)
@@ -104,13 +104,13 @@ def runs_of(options: HostOptions) -> list[Record]:
     return [dict(zip(names, run, strict=True)) for run in every]
 
 
-def trained(options: Any, spec: Record, about: Record) -> list[Record]:
+def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
     """Turns of a run, first with calls counted, and of the other checkout's where there is one; a
     record for each thread."""
     paths = checkouts(options.against)
     with ExitStack() as stack:
         jobs = {
-            side: Job(path, options.ranks, spec | {"count": True}, stack)
+            side: Job(path, about["ranks"], spec | {"count": True}, stack)
             for side, path in paths.items()
         }
         for job in jobs.values():

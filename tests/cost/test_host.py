@@ -10,6 +10,7 @@ from cost_cases import BAGS, BATCH, cluster, demand, settings
 from distcache.cli.host_times import fit
 from distcache.cost.cluster import (
     HOST,
+    Cluster,
     HostTimes,
     PlannerWork,
     device_compute,
@@ -59,8 +60,8 @@ def test_more_threads_plan_faster_until_something_else_binds() -> None:
     ids = sum(BAGS) * BATCH
     for serial in (0.0, 0.25):
         slow = HostTimes(id_s=1e-6, planning_s=1e-5, serial=serial)
-        found = [predicted(SHARDED, replace(slow, planner_threads=k)).time for k in (1, 2, 8)]
-        for k, time in zip((1, 2, 8), found, strict=True):
+        found = [predicted(SHARDED, replace(slow, planner_threads=k)).time for k in (1, 2, 16)]
+        for k, time in zip((1, 2, 16), found, strict=True):
             share = serial + (1 - serial) / k
             assert time.threads.planner == pytest.approx(1e-5 + share * ids * 1e-6)
         assert found[0].binds == "planner" and found[0].total > found[1].total
@@ -118,22 +119,22 @@ def test_without_a_device_planner_and_mover_take_the_core_that_computes() -> Non
 
 
 def test_the_choice_and_the_crossovers_know_the_host() -> None:
-    """Where planners are what a step waits for, sharded caches win, which fetch less."""
-    step, few = demand(4), settings(4000)
-    there = cluster(4, collective_s=1e-4)
-    assert choose_placement(step, there, few).placement == REPLICATED
-    slow = replace(there, threads=HostTimes(fetched_s=1e-3))
-    assert choose_placement(step, slow, few).placement == SHARDED
-    assert choose_placement(step, slow, few, "bytes").placement == SHARDED
+    """A plan has the rows of all ranks where they are replicated: what one that is put together
+    takes speaks for sharded ones."""
+    slow, warm = HostTimes(placed_s=1e-5), settings(5340)
 
-    def changes(times: HostTimes) -> list:
-        points = [
-            compare(demand(w), cluster(w, collective_s=1e-4, threads=times), few, "time")
-            for w in (2, 4, 8)
-        ]
-        return [(c.old, c.new, c.before) for c in crossovers(points, "time")]
+    def there(world: int, times: HostTimes) -> Cluster:
+        return cluster(world, collective_s=1e-4, threads=times)
 
-    assert changes(HostTimes()) != changes(HostTimes(placed_s=1e-3))
+    def changes(times: HostTimes) -> list[tuple]:
+        points = [compare(demand(w), there(w, times), warm, "time") for w in (1, 2, 4)]
+        return [(found.before, found.old, found.new) for found in crossovers(points, "time")]
+
+    for times, best in ((HostTimes(), REPLICATED), (slow, SHARDED)):
+        found = choose_placement(demand(4), there(4, times), warm)
+        assert found.placement == best
+        assert found.why.startswith(f"predicted ms per step: {best} ")
+    assert changes(HostTimes()) != changes(slow)
 
 
 def test_a_cluster_keeps_its_threads(tmp_path) -> None:
