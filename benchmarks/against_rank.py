@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,7 @@ class Calls:
         package = str(Path(distcache.__file__).parent) + os.sep
         others = (str(Path(torch.__file__).parent) + os.sep, package + "ops" + os.sep, __file__)
         self._package, self._others = package, others
-        self._known: dict[CodeType, bool | None] = {}
+        self._known: dict[str, bool | None] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """What `sys.setprofile` calls."""
@@ -153,11 +153,11 @@ class Calls:
             if file != __file__:
                 work.meters["calls"] += 1
                 work.meters["package_calls"] += file.startswith(self._package)
-            if frame.f_code not in self._known:
+            if file not in self._known:
                 other = file.startswith(self._others)
                 known = other or file.startswith(self._package)
-                self._known[frame.f_code] = other if known else None
-            work.enter(self._known[frame.f_code])
+                self._known[file] = other if known else None
+            work.enter(self._known[file])
         elif event == "c_call":
             owner = argument.__module__ or getattr(argument.__self__, "__module__", "builtins")
             work.meters["numpy_calls"] += owner.startswith("numpy")

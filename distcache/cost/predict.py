@@ -164,7 +164,7 @@ def step_time(
 # -----------------------------------------------------------------------------
 # What a step asks of the threads of its host.
 
-LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 82, 11, 14
+LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 82, 10, 14
 MOVES, GROUP_MOVES = 5, 10
 """Kernels that training's thread and autograd's launch, of a step, for each group of tables of one
 width more, and with several ranks; kernels and copies of movement, in staging, of a step and for
