@@ -80,9 +80,6 @@ _LAYOUTS = {
 """How tables and pictures call the layouts, and colour (Okabe & Ito), mark, line and its width of
 each: what may lie under another line is wider."""
 
-THREADS = {"launch": "launches", "planner": "planner", "mover": "mover"}
-"""The threads of a rank's host, and how tables call what they do."""
-
 LABELS = {layout: name for layout, (name, *_) in _LAYOUTS.items()}
 
 
@@ -124,13 +121,13 @@ def time_table(point: Point) -> Table:
     """What a step of each layout takes."""
 
     def ms(name: str, prediction: Prediction) -> str:
-        time = prediction.time
-        return f"{1e3 * getattr(time.threads if name in THREADS else time, name):,.3f}"
+        seconds = vars(prediction.time) | prediction.time.threads._asdict()
+        return f"{1e3 * seconds[name]:,.3f}"
 
     titles = {
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
-        **{"waiting": "waiting", "hidden": "may hide", "host": "host link"},
-        **THREADS,
+        **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launches"},
+        **{"planner": "planner", "mover": "mover"},
     }
     return Table.of(
         f"Step time at {point.world_size} ranks",
@@ -211,32 +208,13 @@ def cluster_table(cluster: Cluster) -> Table:
             "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
         ),
     ]
-    threads = cluster.threads
     rows += [
-        ("a launch", f"{1e6 * threads.launch_s:,.1f} us"),
-        ("training's own work", f"{1e3 * threads.training_s:,.2f} ms"),
-        ("a plan, however small", f"{1e3 * threads.planning_s:,.2f} ms"),
-        (
-            "the planner's work for an id; a row named, decided on, fetched, placed",
-            f"{1e9 * threads.id_s:,.1f}; {1e9 * threads.named_s:,.1f}, "
-            f"{1e9 * threads.decided_s:,.1f}, {1e9 * threads.fetched_s:,.1f}, "
-            f"{1e9 * threads.placed_s:,.1f} ns",
-        ),
-        (
-            "threads that plan, and what one does alone",
-            f"{threads.planner_threads}, {100 * threads.serial:.0f} %",
-        ),
-        ("planners' exchange, per doubling of ranks", f"{1e3 * threads.exchange_s:,.2f} ms"),
-        ("movement, however little", f"{1e3 * threads.moving_s:,.2f} ms"),
-        (
-            "a byte of index tensors, a row gathered",
-            f"{1e9 * threads.byte_s:,.2f} ns, {1e9 * threads.row_s:,.1f} ns",
-        ),
-        ("what the host's threads take is", threads.name),
+        (name, f"{v:.3g}" if name.endswith("_s") else str(v))
+        for name, v in vars(cluster.threads).items()
     ]
     note = (
         "Links of one rank, in one direction; presets are raw figures: software reaches less. "
-        "What a rank's host does is of its threads' cores."
+        "Then what the threads of a rank's host take: `distcache.cost.cluster.HostTimes`, seconds."
     )
     return Table("The cluster", note, ("what", "value"), rows)
 
@@ -364,15 +342,6 @@ def overrides_of(plan: Plan) -> list[str]:
     return [*lines, f"cache.state={plan.request.state}"]
 
 
-_BOUNDS = {
-    "compute": "what the device computes",
-    "link": "what moves over links",
-    "launch": "the thread that launches its kernels",
-    "planner": "the planner",
-    "mover": "the thread that moves rows",
-}
-
-
 def advice(plan: Plan) -> str:
     """What to do, in a few sentences."""
     best, options = plan.here.best, plan.request.options
@@ -382,7 +351,7 @@ def advice(plan: Plan) -> str:
     cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
     ranks, least = plan.here.world_size, options.objective
     text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
-    text += f" What binds its step: {_BOUNDS[best.time.binds]}."
+    text += f" What binds its step: {best.time.binds}."
     if best.placement == MIXED and not options.statistics:
         text += (
             " K counts the most frequent rows of a table: without cache.statistics training takes "

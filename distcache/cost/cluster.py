@@ -124,32 +124,18 @@ class HostTimes:
         if self.planner_threads < 1:
             raise ConfigError(f"planner_threads={self.planner_threads}: give at least 1")
 
-    def planner(self, work: PlannerWork, world: int) -> float:
-        """Seconds until a step of W = `world` ranks is planned; by one thread alone, Amdahl 1967,
-        where k share it."""
-        each = self.id_s * work.ids + self.named_s * work.named + self.placed_s * work.placed
-        each += self.decided_s * work.decided + self.fetched_s * work.fetched
-        part = self.serial + (1.0 - self.serial) / self.planner_threads
-        return self.planning_s + part * each + self.exchange_s * math.log2(world)
+    def planner(self, counts: Mapping[str, float], world: int) -> float:
+        """Seconds until a step of W = `world` ranks is planned (Amdahl 1967); `counts`: how often
+        each of these times is taken, by its name."""
+        work = sum(getattr(self, name) * count for name, count in counts.items())
+        share = self.serial + (1.0 - self.serial) / self.planner_threads
+        return self.planning_s + share * work + self.exchange_s * math.log2(world)
 
     def mover(self, launches: float, nbytes: float, rows: float) -> float:
         """Seconds of a step's movement: copies and kernels issued, bytes of index tensors, rows
         gathered and scattered."""
-        each = self.launch_s * launches + self.byte_s * nbytes + self.row_s * rows
-        return self.moving_s + each
-
-
-@dataclass(frozen=True)
-class PlannerWork:
-    """What a rank's planner has to do in a step: `ids` that its batch looks up, distinct rows that
-    are `named` to its home by all ranks, that it has `decided` on and `fetched`, and that are
-    `placed` in the rank's plan."""
-
-    ids: float = 0.0
-    named: float = 0.0
-    decided: float = 0.0
-    fetched: float = 0.0
-    placed: float = 0.0
+        own = self.moving_s + self.byte_s * nbytes
+        return own + self.launch_s * launches + self.row_s * rows
 
 
 HOST = HostTimes(

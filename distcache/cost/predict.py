@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster, Compute, HostTimes, PlannerWork
+from distcache.cost.cluster import Cluster, Compute, HostTimes
 from distcache.cost.demand import Demand, TableDemand
 from distcache.cost.traffic import (
     AT_HOME,
@@ -181,32 +181,30 @@ occurrences) and for a distinct row."""
 
 
 def host_seconds(
-    demand: Demand,
-    threads: HostTimes,
-    parts: Sequence[Part],
-    hits: Hits,
-    placement: str,
+    demand: Demand, threads: HostTimes, parts: Sequence[Part], hits: Hits, placement: str
 ) -> tuple[HostSeconds, float]:
     """What the threads of a rank's host take for a step, and the bytes of its index tensors.
 
-    A home gets as many rows named as a rank names, and decides on W-th parts of all rows; resident
-    ones need no decision. `parts` of replicated rows are planned as a whole by every rank.
+    A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
+    no decision. Of replicated rows every rank's plan has all.
     """
     world, groups = demand.world_size, len(demand.groups)
-    launches = LAUNCHES + GROUP_LAUNCHES * groups + RANK_LAUNCHES * (world > 1)
     ids = sum(group.lookups for group in demand.groups)
     placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
-    work = PlannerWork(ids, demand.rank_rows, decided, hits.fetched / world, placed)
+    counts = {"id_s": ids, "named_s": demand.rank_rows, "placed_s": placed}
+    counts |= {"decided_s": decided, "fetched_s": hits.fetched / world}
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed
     moved = (hits.fetched + hits.written_back) / world
-    moves = MOVES + GROUP_MOVES * groups
-    seconds = HostSeconds(
-        threads.training_s + threads.launch_s * launches,
-        threads.planner(work, world),
-        threads.mover(moves, nbytes, moved),
-    )
-    return seconds, nbytes
+    launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
+    mover = threads.mover(MOVES + GROUP_MOVES * groups, nbytes, moved)
+    return HostSeconds(launches, threads.planner(counts, world), mover), nbytes
+
+
+def launches_of(demand: Demand, group_launches: int) -> int:
+    """Kernels of a training step, with so many for each group."""
+    several = RANK_LAUNCHES * (demand.world_size > 1)
+    return LAUNCHES + group_launches * len(demand.groups) + several
 
 
 # -----------------------------------------------------------------------------
@@ -370,8 +368,8 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     updates = demand.world_rows / world
     sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, 0.0)
     compute = cluster.compute.sample_s * demand.batch, sparse
-    launches = LAUNCHES + FUSED_LAUNCHES * len(demand.groups) + RANK_LAUNCHES * (world > 1)
-    threads = HostSeconds(launch=cluster.threads.launch_s * launches)
+    launches = cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES)
+    threads = HostSeconds(launches)
     time = step_time(traffic, cluster, compute, threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)

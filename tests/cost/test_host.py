@@ -12,7 +12,6 @@ from distcache.cost.cluster import (
     HOST,
     Cluster,
     HostTimes,
-    PlannerWork,
     device_compute,
     read_cluster,
     write_cluster,
@@ -85,7 +84,7 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
         moved = fetched + whole.hits.written_back / 4
         mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-6)).time.threads.mover
         assert mover == pytest.approx(1e-9 * nbytes + 1e-6 * moved)
-    assert HostTimes(decided_s=1.0).planner(PlannerWork(decided=3.0), 1) == 3.0
+    assert HostTimes(decided_s=1.0).planner({"decided_s": 3.0}, 1) == 3.0
 
 
 def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> None:
