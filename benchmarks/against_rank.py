@@ -95,7 +95,7 @@ def layers(widths: list[int], last: bool) -> nn.Sequential:
 class Work:
     """One thread's calls of Python functions but this file's (`calls`), of these the package's
     (`package_calls`), and calls of NumPy's (`numpy_calls`); milliseconds on its core of what is its
-    own (`own_ms`); the events that told of all this, and of its own (`events`, `own_events`)."""
+    own (`own_ms`), and the events that told of it (`own_events`)."""
 
     def __init__(self) -> None:
         self.meters = dict.fromkeys(METERS, 0.0)
@@ -114,7 +114,6 @@ class Work:
             self._turn(self.others.pop(), self.others[-1])
 
     def _turn(self, before: bool, after: bool) -> None:
-        self.meters["events"] += 1
         self.meters["own_events"] += not before
         if before != after:
             now = time.thread_time()
@@ -122,7 +121,9 @@ class Work:
             self._since = now
 
 
-METERS = ("calls", "package_calls", "numpy_calls", "own_ms", "events", "own_events")
+_CALLS = 20_000
+
+METERS = ("calls", "package_calls", "numpy_calls", "own_ms", "own_events")
 """What `Calls` tells of each thread."""
 
 
@@ -165,6 +166,25 @@ class Calls:
         else:
             work.leave()
 
+    def event_ms(self) -> float:
+        """What one event takes of the thread that it tells of: of many calls that do nothing, what
+        they take more than untold."""
+
+        def spend(told: Calls | None) -> float:
+            sys.setprofile(told)
+            began = time.thread_time()
+            for _ in range(_CALLS):
+                nothing()
+            taken = time.thread_time() - began
+            sys.setprofile(None)
+            return taken
+
+        def nothing() -> None:
+            pass
+
+        costs = [spend(type(self)()) - spend(None) for _ in range(5)]
+        return 1e3 * sorted(costs)[2] / (2 * _CALLS)
+
 
 class Pace:
     """Holds training between blocks of steps; called in its thread, as each step's forward begins.
@@ -175,6 +195,7 @@ class Pace:
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
         self._lead = self._steps = 0
+        self._event_ms = 0.0
         self._marks: list[float] = []
         self._before: dict[str, dict[str, float]] = {}
 
@@ -192,6 +213,7 @@ class Pace:
             self._lead, self._steps = (0, 1 << 62) if word == "stop" else numbers
             if word == "alone" and self._calls is not None:
                 self._calls.over = True
+                self._event_ms = self._event_ms or self._calls.event_ms()
             gc.collect()
             self._before = self._meters()
             self._marks = [time.perf_counter()]
@@ -203,6 +225,7 @@ class Pace:
             meter: {role: (v - self._before[meter].get(role, 0)) / steps for role, v in of.items()}
             for meter, of in after.items()
         }
+        found["event_ms"] = self._event_ms
         found["step_ms"] = (1e3 * np.diff(self._marks[self._lead :])).tolist()
         self._pipe.send(found)
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +31,18 @@ from distcache.cli.compose import read_line
 from distcache.cli.host_times import fit, measure_host
 from distcache.cli.plan_run import Options, parse_request
 from distcache.comm.rendezvous import find_place
-from distcache.cost.cluster import HostTimes
-from distcache.cost.predict import Prediction, predict
+from distcache.cost.cluster import Cluster, HostTimes
+from distcache.cost.demand import Demand
+from distcache.cost.predict import Prediction, Settings, predict
 from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
 
 log = logging.getLogger("distcache.benchmarks.host")
 
 THREADS = ("training", "planning", "movement")
 """Those of `against_rank.role_of`."""
+
+PLANNER = ("planning_s", "id_s", "named_s", "decided_s", "fetched_s", "placed_s")
+"""The planner's times, as it takes them alone."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,10 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     with opened_world("cpu") as world:
         planner = measure_host(world, rows, options.batch, WIDTHS[0])
     planner = replace(planner, launch_s=1e-6 * options.launch_us)
-    times, checks = constants(options, rows, records, planner)
+    times = constants(options, rows, records, planner)
     numbers = {key: value for key, value in asdict(times).items() if key != "name"}
     records += [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
-    return [*records, *checks, *steps_of(options, rows, times)]
+    return [*records, *steps_of(options, rows, times)]
 
 
 def runs_of(options: HostOptions) -> list[Record]:
@@ -133,79 +137,75 @@ def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
 def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record:
     """Milliseconds of a thread's core and its own ones, by turns, and its calls, a step and rank.
 
-    What counting takes, by event, is what a turn with it takes more than the median one without.
+    Of its own is taken what counting takes, by event, which a rank times at the end.
     """
 
     def of(turns: Sequence[Any], meter: str) -> list[float]:
         return [of_ranks(ranks, meter).get(thread, 0.0) for ranks in turns]
 
-    core = spread(of(alone, "cpu_ms"))
-    own = [
-        max(0.0, ms - mine / max(every, 1.0) * max(0.0, cpu - float(core["median"] or 0.0)))
-        for ms, mine, every, cpu in zip(
-            *(of(counted, key) for key in ("own_ms", "own_events", "events", "cpu_ms")), strict=True
-        )
-    ]
+    event_ms = float(np.mean([rank["event_ms"] for rank in alone[-1]]))
+    told = zip(of(counted, "own_ms"), of(counted, "own_events"), strict=True)
+    own = [max(0.0, ms - event_ms * events) for ms, events in told]
     calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
-    return {"core_ms": core, "own_ms": spread(own), **calls}
+    return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own), **calls}
 
 
 def constants(
     options: HostOptions, rows: Sequence[int], threads: Sequence[Record], planner: HostTimes
-) -> tuple[HostTimes, list[Record]]:
-    """The planner's constants with those that runs of this checkout give beside them, and what the
-    planner of each run took beside what they predict.
+) -> HostTimes:
+    """The planner's constants, with those that runs of this checkout give beside them; records of
+    the planner's thread get what all predict of it.
 
     Training's own work is the median over the runs of `data`; movement's has a part for each byte
-    of index tensors; an exchange of planners takes what the planner of several ranks takes more
-    than predicted, the mean.
+    of index tensors and each row that comes or leaves. The planner's are times what it takes beside
+    training, whose caches are colder; what it takes more with several ranks, an exchange takes. Of
+    turns the least counts, without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
-    own = {id(record): 1e-3 * record["own_ms"]["median"] for record in here}
+    own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
     times = replace(planner, planner_threads=1, exchange_s=0.0)
+
+    def moved(step: Prediction, ranks: int) -> list[float]:
+        rows = step.hits.fetched + step.hits.written_back if step.hits else 0.0
+        return [1.0, step.traffic.index_bytes, rows / ranks]
 
     def step(record: Record) -> Prediction:
         kind = REPLICATED if record["mode"] == "data" else RESIDENT
-        how = {key: record[key] for key in ("batch", "ranks")}
-        return predicted(options, rows, times, kind, **how, width=WIDTHS[0])
+        return predicted(options, rows, times, kind, record | {"width": WIDTHS[0]})
 
     training = [own[id(r)] for r in data if r["thread"] == "training"]
-    moves = [record for record in data if record["thread"] == "movement"]
-    sent = [[1.0, step(record).traffic.index_bytes] for record in moves]
-    moving_s, byte_s = fit(sent, [own[id(record)] for record in moves])
-    times = replace(times, training_s=float(np.median(training)), moving_s=moving_s, byte_s=byte_s)
+    moves = [record for record in here if record["thread"] == "movement"]
+    own_of_moves = fit([moved(step(r), r["ranks"]) for r in moves], [own[id(r)] for r in moves])
+    moving = dict(zip(("moving_s", "byte_s", "moved_s"), own_of_moves, strict=True))
+    times = replace(times, training_s=float(np.median(training)), **moving)
     plans = [record for record in here if record["thread"] == "planning"]
-    more = [
-        (own[id(record)] - step(record).time.threads.planner) / math.log2(record["ranks"])
-        for record in plans
-        if record["ranks"] > 1
-    ]
-    times = replace(times, exchange_s=max(0.0, sum(more) / len(more)) if more else 0.0)
-    checks = [
-        {**record, "kind": "check", "predicted": 1e3 * step(record).time.threads.planner}
-        for record in plans
-    ]
-    return replace(times, planner_threads=options.planner_threads), checks
+    planned = [[step(r).time.threads.planner, math.log2(r["ranks"])] for r in plans]
+    factor, exchange_s = fit(planned, [own[id(record)] for record in plans])
+    slower = {name: factor * getattr(times, name) for name in PLANNER}
+    times = replace(times, **slower, exchange_s=exchange_s)
+    for record in plans:
+        record["predicted_ms"] = 1e3 * step(record).time.threads.planner
+    return replace(times, planner_threads=options.planner_threads)
 
 
 def predicted(
-    options: HostOptions,
-    rows: Sequence[int],
-    times: HostTimes,
-    kind: str,
-    *,
-    batch: int,
-    width: int,
-    ranks: int,
+    options: HostOptions, rows: Sequence[int], times: HostTimes, kind: str, how: Record
 ) -> Prediction:
-    """A step beside an H100, as `distcache.plan` predicts it with these `times` of the host."""
-    own = f"table_rows={list(rows)}", f"cache_ratio={options.ratio}", f"world_size={ranks}"
-    own += f"batch={batch}", f"width={width}", f"most_ranks={ranks}"
-    line = read_line("plan", Options, [word.replace(" ", "") for word in (*_PLAN, *own)])
+    """A step beside an H100, as `distcache.plan` predicts it with these `times` of the host; `how`:
+    `batch`, `width` and `ranks`."""
+    own = [f"table_rows={list(rows)}", f"cache_ratio={options.ratio}", f"width={how['width']}"]
+    own += [f"batch={how['batch']}", f"world_size={how['ranks']}"]
+    demand, cluster, settings = _shape(*[word.replace(" ", "") for word in (*_PLAN, *own)])
+    return predict(kind, demand, replace(cluster, threads=times), settings)
+
+
+@cache
+def _shape(*words: str) -> tuple[Demand, Cluster, Settings]:
+    """What the keys of `distcache.plan` ask for."""
+    line = read_line("plan", Options, words)
     assert line is not None, "neither help nor the configuration was asked for"
-    request = replace(parse_request(line), times=times)
-    return predict(kind, *request.on(ranks, 1))
+    return parse_request(line).on(line.values.world_size, 1)
 
 
 def steps_of(options: HostOptions, rows: Sequence[int], times: HostTimes) -> list[Record]:
@@ -214,7 +214,7 @@ def steps_of(options: HostOptions, rows: Sequence[int], times: HostTimes) -> lis
     for width, share, ranks in product(WIDTHS, SHARES, WORLDS):
         how = {"batch": round(share * options.batch), "width": width, "ranks": ranks}
         found = {
-            who: predicted(options, rows, at, kind, **how).time
+            who: predicted(options, rows, at, kind, how).time
             for who, kind, at in (
                 ("data, zero_copy", REPLICATED, replace(times, row_s=0.0)),
                 ("data, staged", REPLICATED, times),
@@ -247,7 +247,8 @@ SECTIONS = (
         "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
         "thread does. Its own: without what torch, the package's kernels and the model take, from "
         "turns in which calls are counted, less what counting takes. Calls of Python functions a "
-        "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). "
+        "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
+        "predicted: of the planner's thread, one, from the constants below. "
         "Tables are narrow here, for memory's sake: what depends on the width is torch's.",
         "thread",
         (
@@ -259,6 +260,7 @@ SECTIONS = (
             Column("thread", "thread"),
             Column("on a core", "core_ms", _MS),
             Column("its own", "own_ms", _MS),
+            Column("as predicted", "predicted_ms", ".2f"),
             Column("calls", "calls", ",.0f"),
             Column("of the package", "package_calls", ",.0f"),
             Column("NumPy", "numpy_calls", ",.0f"),
@@ -268,26 +270,14 @@ SECTIONS = (
         "What the model takes from this",
         "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
-        "fitted to nine streams and caches (`distcache.cli.host_times`); `training_s`, `moving_s` "
-        "and `byte_s` are from the table above, `exchange_s` is what a planner of several ranks "
-        "takes more on its core: waiting for the others is in none. `row_s` is of a row gathered "
-        "or scattered by one thread, `launch_s` an estimate.",
+        "fitted to nine streams and caches without training beside them "
+        "(`distcache.cli.host_times`), and times one factor that the planners above have beside "
+        "it. `training_s`, `moving_s`, `byte_s` and `moved_s` are from the table above, its least "
+        "turns; `exchange_s` is what planners of several ranks take more on their cores: waiting "
+        "for the others is in none. "
+        "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
-    ),
-    Section(
-        "Planners as they ran, and as predicted",
-        "Milliseconds of the planner's thread, one, in a step. What the model takes was measured "
-        "without training beside it.",
-        "check",
-        (
-            Column("mode", "mode"),
-            Column("optimizer", "optimizer"),
-            Column("ranks", "ranks"),
-            Column("batch", "batch", ","),
-            Column("its own", "own_ms", _MS),
-            Column("predicted", "predicted", ".2f"),
-        ),
     ),
     Section(
         "The predicted step",

@@ -41,7 +41,7 @@ _TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
 @dataclass(frozen=True)
 class Planned:
     """What a planner did for a step, means of `_TIMED` steps: `ids` read, distinct `rows`, of which
-    `fetched` came; `home`: whether rows come and go. Median seconds on its thread's core: `naming`
+    `fetched` came; `home`: whether rows come and go. Least seconds on its thread's core: `naming`
     ids' rows and taking them in, `deciding` on them and putting the plan together."""
 
     ids: float
@@ -112,7 +112,7 @@ def time_planner(
         distinct = sum(
             source.expected_distinct(at, room * samples) for at in range(len(table_rows))
         )
-        slots = min(slots, round(distinct))
+        slots = min(slots, round(1.05 * distinct))
         regions = home_regions([(group, RegionSlots(slots))], 0, AHEAD[1], DEFAULT, [None])
     alone = replace(world, rank=0, size=1, local_rank=0, local_size=1, node_sizes=())
     planner = StreamPlanner(
@@ -127,7 +127,7 @@ def time_planner(
         next(plans)
     steps = [_timed_plan(plans) for _ in range(_TIMED)]
     planner.threads.close()
-    naming, deciding = np.median([step[:2] for step in steps], axis=0).tolist()
+    naming, deciding = np.min([step[:2] for step in steps], axis=0).tolist()
     rows, fetched = np.mean([step[2:] for step in steps], axis=0).tolist()
     return Planned(len(batches[0].ids.values), rows, fetched, room > 0, naming, deciding)
 

@@ -96,7 +96,8 @@ class HostTimes:
     fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that one
     thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an exchange, for
     each doubling of the ranks. Movement: `moving_s` of a step, `byte_s` of a byte of index tensors,
-    `row_s` of a row gathered or scattered. `name`: where the numbers come from.
+    `moved_s` of a row that comes or leaves, `row_s` of one gathered or scattered. `name`: where the
+    numbers come from.
     """
 
     launch_s: float = 0.0
@@ -110,6 +111,7 @@ class HostTimes:
     exchange_s: float = 0.0
     moving_s: float = 0.0
     byte_s: float = 0.0
+    moved_s: float = 0.0
     row_s: float = 0.0
     serial: float = 1.0
     planner_threads: int = 1
@@ -133,8 +135,8 @@ class HostTimes:
 
     def mover(self, launches: float, nbytes: float, rows: float) -> float:
         """Seconds of a step's movement: copies and kernels issued, bytes of index tensors, rows
-        gathered and scattered."""
-        own = self.moving_s + self.byte_s * nbytes
+        that come or leave."""
+        own = self.moving_s + self.byte_s * nbytes + self.moved_s * rows
         return own + self.launch_s * launches + self.row_s * rows
 
 
@@ -150,6 +152,7 @@ HOST = HostTimes(
     exchange_s=5e-4,
     moving_s=2e-4,
     byte_s=5e-10,
+    moved_s=2e-8,
     row_s=4e-8,
     serial=0.39,
     planner_threads=6,

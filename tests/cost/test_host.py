@@ -82,7 +82,7 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
         nbytes = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
         assert whole.traffic.index_bytes == pytest.approx(nbytes)
         moved = fetched + whole.hits.written_back / 4
-        mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-6)).time.threads.mover
+        mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-7, moved_s=9e-7)).time.threads.mover
         assert mover == pytest.approx(1e-9 * nbytes + 1e-6 * moved)
     assert HostTimes(decided_s=1.0).planner({"decided_s": 3.0}, 1) == 3.0
 
