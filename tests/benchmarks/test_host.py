@@ -41,7 +41,7 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
         assert planner == ("predicted_ms" in record) and record.get("predicted_ms", 1.0) > 0
     values = {record["key"]: record["value"] for record in of(records, "constant")}
     assert values["planner_threads"] == 3 and values["launch_s"] == 7e-6
-    assert min(values.values()) >= 0 < values["id_s"] and 0 < values["training_s"] < 1
+    assert min(values.values()) >= 0 < max(values[name] for name in host.PLANNER)
     steps = of(records, "step")
     shapes = product(host.WIDTHS, (16, 64), host.WORLDS)
     shown = [(step["width"], step["batch"], step["ranks"]) for step in steps[::4]]
