@@ -77,9 +77,10 @@ class Job:
         for _, theirs in pairs:
             theirs.close()  # so that the end of a rank is the end of its pipe
 
-    def run(self, lead: int, steps: int) -> list[Record]:
-        """Train `lead + steps` steps; the meters of the last `steps`, by rank."""
-        return self._tell("run", lead, steps)
+    def run(self, lead: int, steps: int, how: str = "run") -> list[Record]:
+        """Train `lead + steps` steps; the meters of the last `steps`, by rank. `how`: `alone`:
+        from there on no calls are counted any more."""
+        return self._tell(how, lead, steps)
 
     def finish(self) -> float:
         """Train what is left, and end; the loss of the last step."""
@@ -110,22 +111,29 @@ def measure(options: Any, config: Config, overrides: Sequence[str]) -> list[Reco
 
     Raises ConfigError for what is no checkout, and with the log of a rank that failed.
     """
-    other = Path(options.against).resolve()
-    if not (other / "distcache" / "__init__.py").is_file():
-        raise ConfigError(f"against={options.against} has no package distcache: name a checkout")
-    if "RANK" in os.environ:
-        raise ConfigError("against= starts its ranks itself: give ranks=, without torchrun")
+    paths = checkouts(options.against)
     modes = [mode for mode in options.modes if mode in DOORS]
     left = ",".join(mode for mode in options.modes if mode not in DOORS)
     if not modes:
         raise ConfigError(f"modes={left}: against= takes {', '.join(DOORS)}")
     if left:
         log.warning("modes=%s left out: against= takes %s", left, ", ".join(DOORS))
-    paths = {THIS: Path(__file__).resolve().parents[1], OTHER: other}
     records: list[Record] = []
     for mode in modes:
         records += compare(mode, paths, options, spec_of(mode, options, config, overrides))
     return records
+
+
+def checkouts(against: str) -> dict[str, Path]:
+    """This checkout, and another one where it is named; ConfigError for what is none."""
+    paths = {THIS: Path(__file__).resolve().parents[1]}
+    if against:
+        paths[OTHER] = Path(against).resolve()
+        if not (paths[OTHER] / "distcache" / "__init__.py").is_file():
+            raise ConfigError(f"against={against} has no package distcache: name a checkout")
+    if "RANK" in os.environ:
+        raise ConfigError("ranks are started here: give ranks=, without torchrun")
+    return paths
 
 
 def spec_of(mode: str, options: Any, config: Config, overrides: Sequence[str]) -> Record:
@@ -173,7 +181,7 @@ def compare(mode: str, paths: Mapping[str, Path], options: Any, spec: Record) ->
     def turn(side: str, repetition: int) -> Record:
         ranks = jobs[side].run(options.lead, options.steps)
         blocks.append({"kind": "block", **about, "side": side, "repetition": repetition})
-        blocks[-1] |= {"step_ms": ranks[0]["step_ms"], "cpu_ms": _of_ranks(ranks, "cpu_ms")}
+        blocks[-1] |= {"step_ms": ranks[0]["step_ms"], "cpu_ms": of_ranks(ranks, "cpu_ms")}
         return blocks[-1]
 
     with ExitStack() as stack:
@@ -210,10 +218,10 @@ def count_calls(checkout: Path, options: Any, spec: Record) -> dict[str, dict[st
         job.run(0, options.warmup)  # the look-ahead fills: then every step plans and moves one
         ranks = job.run(0, steps)
         job.finish()
-    return {key: _of_ranks(ranks, key) for key in ("calls", "package_calls")}
+    return {key: of_ranks(ranks, key) for key in ("calls", "package_calls")}
 
 
-def _of_ranks(ranks: Sequence[Record], key: str) -> dict[str, float]:
+def of_ranks(ranks: Sequence[Record], key: str) -> dict[str, float]:
     """The mean over ranks, by thread; `all`: of all Python's threads together."""
     names = dict.fromkeys(name for rank in ranks for name in rank[key])
     means = {name: sum(r[key].get(name, 0) for r in ranks) / len(ranks) for name in names}

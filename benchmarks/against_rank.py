@@ -8,6 +8,7 @@ what to train by JSON, the only argument, and when by a pipe, whose descriptor i
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import itertools
 import json
@@ -91,23 +92,98 @@ def layers(widths: list[int], last: bool) -> nn.Sequential:
     return nn.Sequential(*(found if last else found[:-1]))
 
 
-class Calls:
-    """Calls of Python functions by thread: all but this file's, and those of the package's."""
+class Work:
+    """One thread's calls of Python functions but this file's (`calls`), of these the package's
+    (`package_calls`), and calls of NumPy's (`numpy_calls`); milliseconds on its core of what is its
+    own (`own_ms`), and the events that told of it (`own_events`)."""
 
     def __init__(self) -> None:
-        self.all: dict[int, int] = defaultdict(int)
-        self.package: dict[int, int] = defaultdict(int)
-        self._folder = str(Path(distcache.__file__).parent) + os.sep
+        self.meters = dict.fromkeys(METERS, 0.0)
+        self.others = [False]
+        """Of each call that has not ended, whether its time is another's."""
+        self._since = time.thread_time()
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+    def enter(self, other: bool | None) -> None:
+        """A call begins, whose time is another's, its own, or (None) as that of its caller."""
+        self.others.append(self.others[-1] if other is None else other)
+        self._turn(self.others[-2], self.others[-1])
+
+    def leave(self) -> None:
+        """The call that began last has ended."""
+        if len(self.others) > 1:
+            self._turn(self.others.pop(), self.others[-1])
+
+    def _turn(self, before: bool, after: bool) -> None:
+        self.meters["own_events"] += not before
+        if before != after:
+            now = time.thread_time()
+            self.meters["own_ms"] += 0.0 if before else 1e3 * (now - self._since)
+            self._since = now
+
+
+_CALLS = 20_000
+
+METERS = ("calls", "package_calls", "numpy_calls", "own_ms", "own_events")
+"""What `Calls` tells of each thread."""
+
+
+class Calls:
+    """What each thread does by itself, told by `sys.setprofile`, until `over`.
+
+    Not its own is what torch does, the package's kernels (`ops`, which a device does), and the
+    model, which is this file's. Operators between tensors tell nothing, and count as the function's
+    that has them; so do compiled loops.
+    """
+
+    def __init__(self) -> None:
+        self.threads: dict[int, Work] = defaultdict(Work)
+        self.over = False
+        package = str(Path(distcache.__file__).parent) + os.sep
+        others = (str(Path(torch.__file__).parent) + os.sep, package + "ops" + os.sep, __file__)
+        self._package, self._others = package, others
+        self._known: dict[str, bool | None] = {}
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """What `sys.setprofile` calls."""
-        if event != "call":
+        if self.over:
+            sys.setprofile(None)
             return
-        file = frame.f_code.co_filename
-        if file != __file__:
-            self.all[threading.get_ident()] += 1
-            if file.startswith(self._folder):
-                self.package[threading.get_ident()] += 1
+        work = self.threads[threading.get_ident()]
+        if event == "call":
+            file = frame.f_code.co_filename
+            if file != __file__:
+                work.meters["calls"] += 1
+                work.meters["package_calls"] += file.startswith(self._package)
+            if file not in self._known:
+                other = file.startswith(self._others)
+                known = other or file.startswith(self._package)
+                self._known[file] = other if known else None
+            work.enter(self._known[file])
+        elif event == "c_call":
+            owner = argument.__module__ or getattr(argument.__self__, "__module__", "builtins")
+            work.meters["numpy_calls"] += owner.startswith("numpy")
+            work.enter(True if owner.startswith("torch") else None)
+        else:
+            work.leave()
+
+    def event_ms(self) -> float:
+        """What one event takes of the thread that it tells of: of many calls that do nothing, what
+        they take more than untold."""
+
+        def spend(told: Calls | None) -> float:
+            sys.setprofile(told)
+            began = time.thread_time()
+            for _ in range(_CALLS):
+                nothing()
+            taken = time.thread_time() - began
+            sys.setprofile(None)
+            return taken
+
+        def nothing() -> None:
+            pass
+
+        costs = [spend(type(self)()) - spend(None) for _ in range(5)]
+        return 1e3 * sorted(costs)[2] / (2 * _CALLS)
 
 
 class Pace:
@@ -119,6 +195,7 @@ class Pace:
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
         self._lead = self._steps = 0
+        self._event_ms = 0.0
         self._marks: list[float] = []
         self._before: dict[str, dict[str, float]] = {}
 
@@ -133,7 +210,10 @@ class Pace:
             if self._steps:
                 self._report()
             word, *numbers = self._pipe.recv()
-            self._lead, self._steps = numbers if word == "run" else (0, 1 << 62)
+            self._lead, self._steps = (0, 1 << 62) if word == "stop" else numbers
+            if word == "alone" and self._calls is not None:
+                self._calls.over = True
+                self._event_ms = self._event_ms or self._calls.event_ms()
             gc.collect()
             self._before = self._meters()
             self._marks = [time.perf_counter()]
@@ -145,6 +225,7 @@ class Pace:
             meter: {role: (v - self._before[meter].get(role, 0)) / steps for role, v in of.items()}
             for meter, of in after.items()
         }
+        found["event_ms"] = self._event_ms
         found["step_ms"] = (1e3 * np.diff(self._marks[self._lead :])).tolist()
         self._pipe.send(found)
 
@@ -153,7 +234,7 @@ class Pace:
         of all threads, also those of libraries."""
         meters: dict[str, dict[str, float]] = {"cpu_ms": {"process": 1e3 * time.process_time()}}
         if self._calls is not None:
-            meters |= {"calls": {}, "package_calls": {}}
+            meters |= {meter: {} for meter in METERS}
         for thread in threading.enumerate():
             if thread.ident is None:
                 continue
@@ -162,8 +243,7 @@ class Pace:
                 clock = time.pthread_getcpuclockid(thread.ident)
                 found["cpu_ms"] = 1e3 * time.clock_gettime(clock)
             if self._calls is not None:
-                found["calls"] = self._calls.all[thread.ident]
-                found["package_calls"] = self._calls.package[thread.ident]
+                found |= self._calls.threads[thread.ident].meters
             for meter, value in found.items():
                 meters[meter][role] = meters[meter].get(role, 0) + value
         return meters
@@ -180,6 +260,7 @@ def role_of(thread: threading.Thread) -> str:
 
 def main() -> None:
     """Train until the pipe says stop, then tell the last loss."""
+    faulthandler.enable()  # what a crash leaves is the log
     spec = json.loads(sys.argv[1])
     checkout = Path(spec["checkout"]).resolve()
     if not Path(distcache.__file__).resolve().is_relative_to(checkout):

@@ -121,20 +121,25 @@ def time_table(point: Point) -> Table:
     """What a step of each layout takes."""
 
     def ms(name: str, prediction: Prediction) -> str:
-        return f"{1e3 * getattr(prediction.time, name):,.3f}"
+        seconds = vars(prediction.time) | prediction.time.threads._asdict()
+        return f"{1e3 * seconds[name]:,.3f}"
 
     titles = {
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
-        **{"waiting": "waiting", "hidden": "may hide", "host": "host link"},
+        **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launches"},
+        **{"planner": "planner", "mover": "mover"},
     }
     return Table.of(
         f"Step time at {point.world_size} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
-        "compute waits for + what network and host link take longer than that. Beside compute: "
-        "collectives that may hide, and the host link.",
+        "compute waits for + what network, host link or a thread of the host take longer than "
+        "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
+        f"one launches, {point.cluster.threads.planner_threads} plan, one moves. What binds is as "
+        "long as the step.",
         [
             ("layout", label),
             *((title, partial(ms, name)) for name, title in titles.items()),
+            ("binds", lambda p: p.time.binds),
             ("", partial(_mark, point)),
         ],
         point.predictions,
@@ -203,7 +208,14 @@ def cluster_table(cluster: Cluster) -> Table:
             "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
         ),
     ]
-    note = "Links of one rank, in one direction; presets are raw figures: software reaches less."
+    rows += [
+        (name, f"{v:.3g}" if name.endswith("_s") else str(v))
+        for name, v in vars(cluster.threads).items()
+    ]
+    note = (
+        "Links of one rank, in one direction; presets are raw figures: software reaches less. "
+        "Then what the threads of a rank's host take: `distcache.cost.cluster.HostTimes`, seconds."
+    )
     return Table("The cluster", note, ("what", "value"), rows)
 
 
@@ -339,6 +351,7 @@ def advice(plan: Plan) -> str:
     cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
     ranks, least = plan.here.world_size, options.objective
     text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
+    text += f" What binds its step: {best.time.binds}."
     if best.placement == MIXED and not options.statistics:
         text += (
             " K counts the most frequent rows of a table: without cache.statistics training takes "
@@ -381,7 +394,7 @@ def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
         "device_to_host_bytes": traffic.host_out,
         "device_bytes": prediction.device_bytes,
         "exchanges": [vars(exchange) for exchange in traffic.exchanges],
-        "seconds": vars(prediction.time),
+        "seconds": vars(prediction.time) | {"threads": prediction.time.threads._asdict()},
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from distcache.cli.compose import Line
+from distcache.cli.host_times import measure_host
 from distcache.cli.run import leave, output_folder, run_job, set_up_logging, train_command
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
@@ -26,8 +27,10 @@ from distcache.config.checks import at_least, auto_or_count, byte_count, one_of,
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import (
     DEVICES,
+    HOST,
     Cluster,
     Compute,
+    HostTimes,
     Link,
     device_compute,
     parse_link,
@@ -51,6 +54,7 @@ from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
 from distcache.popularity.slots import cache_slots
 from distcache.popularity.statistics import read_statistics
+from distcache.store.rows import ACCESS, ZERO_COPY
 from distcache.trainer.plan_cache import measure
 
 # -----------------------------------------------------------------------------
@@ -82,6 +86,8 @@ class Options:
     between: Any = option("400gbe", "link from a node to others, one network card of it")
     cards: int = option(0, "network cards of a node; 0: one per rank")
     host: Any = option("pcie5", "link of a rank to its host's memory")
+    access: str = option("staged", f"way of rows over it: {', '.join(ACCESS)}")
+    planner_threads: int = option(0, "threads that plan on a rank; 0: 6, or measured, as auto")
     device: str = option("h100", f"what computes: {', '.join(DEVICES)}")
     device_memory: str = option("", "bytes of a device, such as 80g; empty: the device's")
     measure: bool = option(False, "measure inside, host and compute on this machine")
@@ -102,7 +108,7 @@ class Options:
 class Request:
     """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
     None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
-    None: presets."""
+    None: presets; `times`: of the threads of a rank's host, as measured or of the table."""
 
     options: Options
     sources: tuple[TableSource, ...]
@@ -114,6 +120,7 @@ class Request:
     replicated_rows: dict[str, int] | None
     output: Path
     measured: Cluster | None = None
+    times: HostTimes = HOST
 
     @property
     def state(self) -> str:
@@ -137,9 +144,18 @@ class Request:
         """What a rank computes in which time."""
         if self.measured is not None:
             return self.measured.compute
-        dim = self.widest.dim
-        state = self.update.state_width(dim)
-        return device_compute(self.options.device, dim, state, self.dense_parameters)
+        dim, given = self.widest.dim, self.options.dense_parameters >= 0
+        state, dims = self.update.state_width(dim), [source.dim for source in self.sources]
+        outputs = sum(dims) if given else default_outputs(dims)
+        return device_compute(self.options.device, dim, state, self.dense_parameters, outputs)
+
+    @property
+    def threads(self) -> HostTimes:
+        """What the threads of a rank's host take."""
+        options, found = self.options, self.times
+        if options.planner_threads:
+            found = replace(found, planner_threads=options.planner_threads)
+        return replace(found, row_s=0.0) if options.access == ZERO_COPY else found
 
     def on(self, world: int, nodes: int) -> tuple[Demand, Cluster, Settings]:
         """Demand, cluster and settings of W = `world` ranks on so many nodes, `batch` samples on
@@ -168,7 +184,7 @@ class Request:
         local, options = world // nodes, self.options
         between = self.between.shared(max(local / (options.cards or local), 1.0))
         links, memory = (self.host, self.inside, between), self.device_memory
-        cluster = Cluster(world, *links, nodes, memory, self.compute)
+        cluster = Cluster(world, *links, nodes, memory, self.compute, threads=self.threads)
         if (found := self.measured) is None:
             return cluster
         return replace(cluster, collective_s=found.collective_s, overlap=found.overlap)
@@ -179,6 +195,7 @@ def parse_request(line: Line[Options]) -> Request:
     options, given = line.values, line.given
     least = {"batch": 1, "world_size": 1, "nodes": 1, "cache_rows": 0}
     least |= {"prefetch": 0, "steps": 0, "most_ranks": 1, "cards": 0, "measure_ranks": 1}
+    least |= {"planner_threads": 0}
     for key, bound in least.items():
         at_least(key, getattr(options, key), bound)
     auto_or_count("lookahead", options.lookahead)
@@ -206,6 +223,7 @@ def parse_request(line: Line[Options]) -> Request:
 def _check_choices(options: Options, given: Collection[str]) -> None:
     """Raise ConfigError for a name that is none, and for keys that exclude each other."""
     choices = {"objective": OBJECTIVES, "state": _STATES, "device": list(DEVICES)}
+    choices |= {"access": ACCESS}
     for key, words in choices.items():
         one_of(key, getattr(options, key), words)
     refuse_if(
@@ -284,6 +302,7 @@ def measured_here(request: Request) -> Request:
         out, said = Path(folder) / "measured.json", Path(folder) / "log"
         want = {"width": request.widest.dim, "tables": len(request.sources), "out": str(out)}
         want |= {"batch": options.batch, "optim": options.optim.name}
+        want |= {"table_rows": [source.rows for source in request.sources]}
         command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
         code = run_job(command, ranks, said)
         if code or not out.exists():
@@ -293,14 +312,16 @@ def measured_here(request: Request) -> Request:
             )
         found = read_cluster(out)
     inside = found.inside if ranks > 1 else request.inside  # one rank has no link to measure
-    return replace(request, host=found.host, inside=inside, measured=found)
+    known = {"measured": found, "times": found.threads}
+    return replace(request, host=found.host, inside=inside, **known)
 
 
 def main() -> int:
     """One rank of the measurement; its exit code.
 
     Its argument says what to measure: for `batch` samples with `tables` vectors of `width` elements
-    and the optimizer `optim`; rank 0 writes the cluster of these ranks to `out`.
+    and the optimizer `optim`, over tables of `table_rows`; rank 0 writes the cluster of these ranks
+    to `out`.
     """
     want, place = json.loads(sys.argv[1]), find_place()
     set_up_logging("INFO", place.rank, place.world_size)
@@ -311,8 +332,10 @@ def main() -> int:
         model = build_model("dlrm", DENSE_FEATURES, widths, *dense_layers(want["width"]))
         update, shape = row_update(want["optim"], 0.0), (want["batch"], DENSE_FEATURES, sum(widths))
         found = measure(world, want["width"], update, model.to(world.device), shape)
+        threads = measure_host(world, want["table_rows"], want["batch"], want["width"])
         if world.is_first:
-            Path(want["out"]).write_text(json.dumps(asdict(found.cluster(world))))
+            cluster = replace(found.cluster(world), threads=threads)
+            Path(want["out"]).write_text(json.dumps(asdict(cluster)))
         close_world(world)
         return 0
     except DistcacheError as error:
@@ -326,6 +349,12 @@ def main() -> int:
 def dense_layers(width: int) -> tuple[Sequence[int], Sequence[int]]:
     """Layers of the dense part that is measured: DLRM's of experiment criteo_kaggle."""
     return (512, 256, 64, width), (512, 256, 1)
+
+
+def default_outputs(dims: Sequence[int]) -> float:
+    """Numbers of a sample that its layers take and give, and its pairs of vectors."""
+    layers = dense_layers(round(sum(dims) / len(dims)))
+    return sum(dims) + sum(map(sum, layers)) + len(dims) * (len(dims) + 1) / 2
 
 
 def default_parameters(dims: Sequence[int]) -> int:

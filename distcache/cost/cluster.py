@@ -86,6 +86,84 @@ class Compute:
         return self.lookup_s * lookups + (self.update_s * updates + self.copy_s * copies)
 
 
+@dataclass(frozen=True)
+class HostTimes:
+    """What a rank's threads take on its host, in seconds on a core; all 0: nothing.
+
+    Training: `launch_s`, a kernel or copy that any thread issues; `training_s`, its own work of a
+    step. The planner: `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that
+    ranks name to a home, `decided_s` of one that a home decides on, `fetched_s` of one that it
+    fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that one
+    thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an exchange, for
+    each doubling of the ranks. Movement: `moving_s` of a step, `byte_s` of a byte of index tensors,
+    `moved_s` of a row that comes or leaves, `row_s` of one gathered or scattered. `name`: where the
+    numbers come from.
+    """
+
+    launch_s: float = 0.0
+    training_s: float = 0.0
+    planning_s: float = 0.0
+    id_s: float = 0.0
+    named_s: float = 0.0
+    decided_s: float = 0.0
+    fetched_s: float = 0.0
+    placed_s: float = 0.0
+    exchange_s: float = 0.0
+    moving_s: float = 0.0
+    byte_s: float = 0.0
+    moved_s: float = 0.0
+    row_s: float = 0.0
+    serial: float = 1.0
+    planner_threads: int = 1
+    name: str = "given"
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if key.endswith("_s"):
+                _check(f"threads.{key}", value, "seconds")
+        if not 0 <= self.serial <= 1:
+            raise ConfigError(f"threads.serial={self.serial}: it is a share, from 0 to 1")
+        if self.planner_threads < 1:
+            raise ConfigError(f"planner_threads={self.planner_threads}: give at least 1")
+
+    def planner(self, counts: Mapping[str, float], world: int) -> float:
+        """Seconds until a step of W = `world` ranks is planned (Amdahl 1967); `counts`: how often
+        each of these times is taken, by its name."""
+        work = sum(getattr(self, name) * count for name, count in counts.items())
+        share = self.serial + (1.0 - self.serial) / self.planner_threads
+        return self.planning_s + share * work + self.exchange_s * math.log2(world)
+
+    def mover(self, launches: float, nbytes: float, rows: float) -> float:
+        """Seconds of a step's movement: copies and kernels issued, bytes of index tensors, rows
+        that come or leave."""
+        own = self.moving_s + self.byte_s * nbytes + self.moved_s * rows
+        return own + self.launch_s * launches + self.row_s * rows
+
+
+HOST = HostTimes(
+    launch_s=7e-6,
+    training_s=6.3e-4,
+    planning_s=3.4e-4,
+    id_s=1.1e-8,
+    named_s=3.6e-8,
+    decided_s=4.3e-8,
+    fetched_s=4.0e-8,
+    placed_s=1.0e-8,
+    exchange_s=6.5e-4,
+    moving_s=3.0e-4,
+    byte_s=4.3e-10,
+    moved_s=5.7e-8,
+    row_s=1.8e-8,
+    serial=0.39,
+    planner_threads=6,
+    name="measured on 2 shared cores of an AMD EPYC",
+)
+"""By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
+kernel's launch takes beside a GPU, and `planner_threads`: `trainer.planner_threads=auto` takes the
+rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is in none.
+"""
+
+
 DEVICES: dict[str, tuple[float, float, float]] = {
     "a100": (80e9, 2.039e12, 19.5e12),
     "h100": (80e9, 3.35e12, 67e12),
@@ -94,19 +172,29 @@ DEVICES: dict[str, tuple[float, float, float]] = {
 """Devices by name: memory (bytes), its bandwidth (bytes/s) and peak float32 operations per second
 outside tensor cores, of NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM."""
 
+REACHED = (0.8, 0.67)
+"""Of both rates, what large kernels reach: 2.7 TB/s and 45 TFLOP/s of an H100. An estimate."""
 
-def device_compute(name: str, dim: int, state_width: int, dense_parameters: int) -> Compute:
-    """Times of a device of `DEVICES` at its peak rates: a lower bound.
+_PASSES = 9
+"""How often a step reads or writes a number of the dense part's layers, forward and backward: 2.2
+GB of DLRM's 16,384 samples of 26 features of width 64, counted kernel by kernel."""
+
+
+def device_compute(
+    name: str, dim: int, state_width: int, dense_parameters: int, dense_outputs: float = 0.0
+) -> Compute:
+    """Times of a device of `DEVICES` at the rates that it reaches.
 
     A lookup reads and writes a row forward and again backward; an update reads row, state and
     gradient and writes row and state; a copy reads and writes a row; a sample takes 2 operations
-    per dense parameter forward and 4 backward. Rows are float32 of `dim` elements with
-    `state_width` more of state.
+    per dense parameter forward and 4 backward, and `_PASSES` over the `dense_outputs` numbers that
+    its layers take and give. Rows are float32 of `dim` elements with `state_width` more of state.
     """
-    _, memory, flops = DEVICES[name]
+    memory, flops = (peak * part for peak, part in zip(DEVICES[name][1:], REACHED, strict=True))
     row, state = 4.0 * dim, 4.0 * state_width
     update = (3 * row + 2 * state) / memory
-    return Compute(4 * row / memory, update, 2 * row / memory, 6 * dense_parameters / flops)
+    sample = 6 * dense_parameters / flops + 4.0 * _PASSES * dense_outputs / memory
+    return Compute(4 * row / memory, update, 2 * row / memory, sample)
 
 
 @dataclass(frozen=True)
@@ -116,7 +204,8 @@ class Cluster:
     `host`: a rank's link to its host's memory; `inside`: to ranks of its node; `between`: of one
     rank to other nodes (`Link.shared` where ranks share a network card), None on one node;
     `device_memory`: bytes of a rank's device, None: not limited; `collective_s`: seconds to start a
-    collective; `overlap`: share of the movement that could hide behind compute which does.
+    collective; `overlap`: share of the movement that could hide behind compute which does, and of
+    what the `threads` of a rank's host do beside it.
     """
 
     ranks: int
@@ -128,6 +217,7 @@ class Cluster:
     compute: Compute = field(default_factory=Compute)
     collective_s: float = COLLECTIVE_S
     overlap: float = 1.0
+    threads: HostTimes = field(default_factory=HostTimes)
 
     def __post_init__(self) -> None:
         for key, value in (("world_size", self.ranks), ("nodes", self.nodes)):
@@ -198,6 +288,7 @@ def check_world(cluster: Cluster, sizes: Sequence[int]) -> None:
 FILE = "cluster.json"
 
 _LINKS = ("host", "inside", "between")
+_PARTS: dict[str, type] = {"compute": Compute, "threads": HostTimes}
 
 
 def write_cluster(cluster: Cluster, folder: Path) -> Path:
@@ -234,8 +325,9 @@ def _cluster(values: dict[str, Any]) -> Cluster:
         if values.get(key) is None:
             raise ConfigError(f"{key} is missing: give the {FILE} of python -m distcache.plan")
     links = {name: _link(name, values[name]) for name in _LINKS if values.get(name) is not None}
-    others = {name: value for name, value in values.items() if name not in (*_LINKS, "compute")}
-    return Cluster(**links, **others, compute=Compute(**values.get("compute", {})))
+    parts = {name: make(**values.get(name, {})) for name, make in _PARTS.items()}
+    others = {name: v for name, v in values.items() if name not in (*_LINKS, *_PARTS)}
+    return Cluster(**links, **others, **parts)
 
 
 def _link(which: str, values: dict[str, Any]) -> Link:

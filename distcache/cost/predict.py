@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster, Compute
+from distcache.cost.cluster import Cluster, Compute, HostTimes
 from distcache.cost.demand import Demand, TableDemand
 from distcache.cost.traffic import (
     AT_HOME,
@@ -18,6 +19,7 @@ from distcache.cost.traffic import (
     HYBRID,
     MIXED,
     REPLICATED,
+    RESIDENT,
     RING,
     SHARDED,
     SHARED,
@@ -43,9 +45,11 @@ from distcache.layout import split_slots
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
 #
-# A step lasts as long as the longest of three: its critical path (compute and the exchanges that
-# compute waits for), all that its network sends, and all that its host link moves. What hides is on
-# the last two only: fills and rows that travel early, and all movement over the host link.
+# A step lasts as long as the longest of six: its critical path (compute and the exchanges that
+# compute waits for), all that its network sends, all that its host link moves, and what each of the
+# three threads of its host does, which work on steps ahead: one launches training's kernels, one
+# plans, one moves. What hides is on the network and the host link only: fills and rows that travel
+# early, and all movement over the host link.
 
 HIDDEN_STAGES = ("fill", "early_rows")
 """Exchanges of rows that the coming steps need: beside compute."""
@@ -54,11 +58,26 @@ BACKWARD_SHARE = 2 / 3
 """Of a step's compute; DDP sums dense gradients beside it (hybrid)."""
 
 
+class HostSeconds(NamedTuple):
+    """What the threads of a rank's host take for a step: training's, which launches its kernels,
+    the planner's, and movement's."""
+
+    launch: float = 0.0
+    planner: float = 0.0
+    mover: float = 0.0
+
+
+COMPUTE, LINK = "compute", "link"
+BINDS = (COMPUTE, LINK, *HostSeconds._fields)
+"""What a step may be as long as."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step. `dense`, `sparse`: what the rank computes; `exposed`: exchanges that
-    compute waits for; `hidden`: exchanges beside compute; `host`: the host link; `waiting`: what
-    network or host link take longer than the critical path; `total`: the step."""
+    compute waits for; `hidden`: exchanges beside compute; `host`: the host link; `threads`: those
+    of its host; `waiting`: what network, host link or a thread take longer than the critical path;
+    `total`: the step; `binds`: which of `BINDS` it is as long as."""
 
     dense: float
     sparse: float
@@ -67,6 +86,8 @@ class StepTime:
     host: float
     waiting: float
     total: float
+    threads: HostSeconds
+    binds: str
 
 
 def exchange_seconds(exchange: Exchange, cluster: Cluster) -> float:
@@ -102,14 +123,21 @@ def _messages(pattern: str, cluster: Cluster) -> tuple[float, float]:
 
 
 def step_time(
-    traffic: Traffic, cluster: Cluster, dense: float, sparse: float, ddp: bool = False
+    traffic: Traffic,
+    cluster: Cluster,
+    compute: tuple[float, float],
+    threads: HostSeconds,
+    ddp: bool = False,
 ) -> StepTime:
-    """The time of a step that moves `traffic` on `cluster` and computes its `dense` part and the
-    `sparse` one, seconds each; `ddp`: dense gradients hide behind backward.
+    """The time of a step that moves `traffic` on `cluster` and computes its dense and its sparse
+    part, seconds each, with what the `threads` of its host do; `ddp`: dense gradients hide behind
+    backward.
 
     `cluster.overlap` is the share of what could hide that does: 1 where copies and collectives have
-    engines of their own, 0 where they take the processor that computes.
+    engines of their own, 0 where they, planner and mover take the processor that computes. Training
+    launches nothing there: what it computes has its calls.
     """
+    dense, sparse = compute
     exposed, hidden = 0.0, 0.0
     for exchange in traffic.exchanges:
         seconds = exchange_seconds(exchange, cluster)
@@ -119,11 +147,64 @@ def step_time(
         behind *= cluster.overlap
         hidden += behind
         exposed += seconds - behind
-    host = max(cluster.host.seconds(traffic.host_in), cluster.host.seconds(traffic.host_out))
-    serial = (1 - cluster.overlap) * host
-    critical = dense + sparse + exposed + serial
-    total = max(critical, exposed + hidden, host)
-    return StepTime(dense, sparse, exposed, hidden, host, total - critical + serial, total)
+    host_in = traffic.host_in + cluster.overlap * traffic.index_bytes
+    host = max(cluster.host.seconds(host_in), cluster.host.seconds(traffic.host_out))
+    threads = threads._replace(launch=cluster.overlap * threads.launch)
+    alone = 1 - cluster.overlap
+    path = {COMPUTE: dense + sparse, LINK: exposed + alone * host}
+    path |= {"planner": alone * threads.planner, "mover": alone * threads.mover}
+    ends = {LINK: max(exposed + hidden, host), **threads._asdict()}
+    critical, longest = sum(path.values()), max(ends, key=ends.__getitem__)
+    total = max(critical, ends[longest])
+    binds = longest if total > critical else max(path, key=path.__getitem__)
+    waiting = total - (dense + sparse + exposed)
+    return StepTime(dense, sparse, exposed, hidden, host, waiting, total, threads, binds)
+
+
+# -----------------------------------------------------------------------------
+# What a step asks of the threads of its host.
+
+LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 82, 10, 14
+MOVES, GROUP_MOVES = 5, 10
+"""Kernels that training's thread and autograd's launch, of a step, for each group of tables of one
+width more, and with several ranks; kernels and copies of movement, in staging, of a step and for
+each group: counted for DLRM with seven layers and SGD on the CUDA device of tests/fake_device.
+Adagrad and Adam have up to four more."""
+
+FUSED_LAUNCHES = 15
+"""In place of a group's, of tables whose lookup and update are one: with the sorts of their
+backward. An estimate."""
+
+INDEX_BYTES = (8, 12)
+"""Of index tensors that movement sends, for an id (its row's place, its place in the order of
+occurrences) and for a distinct row."""
+
+
+def host_seconds(
+    demand: Demand, threads: HostTimes, parts: Sequence[Part], hits: Hits, placement: str
+) -> tuple[HostSeconds, float]:
+    """What the threads of a rank's host take for a step, and the bytes of its index tensors.
+
+    A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
+    no decision. Of replicated rows every rank's plan has all.
+    """
+    world, groups = demand.world_size, len(demand.groups)
+    ids = sum(group.lookups for group in demand.groups)
+    placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
+    decided = 0.0 if placement == RESIDENT else demand.world_rows / world
+    counts = {"id_s": ids, "named_s": demand.rank_rows, "placed_s": placed}
+    counts |= {"decided_s": decided, "fetched_s": hits.fetched / world}
+    nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed
+    moved = (hits.fetched + hits.written_back) / world
+    launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
+    mover = threads.mover(MOVES + GROUP_MOVES * groups, nbytes, moved)
+    return HostSeconds(launches, threads.planner(counts, world), mover), nbytes
+
+
+def launches_of(demand: Demand, group_launches: int) -> int:
+    """Kernels of a training step, with so many for each group."""
+    several = RANK_LAUNCHES * (demand.world_size > 1)
+    return LAUNCHES + group_launches * len(demand.groups) + several
 
 
 # -----------------------------------------------------------------------------
@@ -189,7 +270,8 @@ def predict(
     settings: Settings,
     replicated_rows: Mapping[str, int] | None = None,
 ) -> Prediction:
-    """What a step of `demand` costs on `cluster` in a placement of `CACHED` or `HYBRID`.
+    """What a step of `demand` costs on `cluster` in a placement of `CACHED` or `HYBRID`, or
+    `RESIDENT`.
 
     `replicated_rows`: {table: K} of `mixed`, others 0. Raises ConfigError for a placement that is
     none, K beyond a table, or a demand of another number of ranks, or of ranks of a node, than the
@@ -203,10 +285,12 @@ def predict(
         )
     if placement in HYBRID:
         return _hybrid(placement, demand, cluster, settings)
-    if placement not in CACHED:
+    if placement == RESIDENT:
+        settings = replace(settings, slots=tuple(group.rows for group in demand.groups))
+    elif placement not in CACHED:
         raise ConfigError(f"placement {placement} is unknown: choose {', '.join(CACHED + HYBRID)}")
     prefixes = demand.prefixes(dict(replicated_rows or {}) if placement == MIXED else {})
-    if placement == REPLICATED:
+    if placement in (REPLICATED, RESIDENT):
         prefixes = [[float(table.rows) for table in group.tables] for group in demand.groups]
     return _cached(placement, demand, cluster, settings, prefixes)
 
@@ -230,6 +314,8 @@ def _cached(
     for part in parts:
         ahead = (settings.window, settings.prefetch, settings.steps)
         own = expected_hits(part.rows, part.slots * (1 if part.copied else world), *ahead)
+        if placement == RESIDENT:
+            own = Hits(own.touched, 0.0, 0.0)
         if part.copied:
             exchanges += replicated_exchanges(part.rows, world, own.fetched, item, state)
         else:
@@ -240,9 +326,11 @@ def _cached(
         hits += own
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
-    traffic = Traffic(tuple(exchanges), host_in, host_out)
+    threads, index = host_seconds(demand, cluster.threads, parts, hits, placement)
+    traffic = Traffic(tuple(exchanges), host_in, host_out, index)
     sparse = _row_seconds(parts, state, world, cluster.compute)
-    time = step_time(traffic, cluster, cluster.compute.sample_s * demand.batch, sparse)
+    compute = cluster.compute.sample_s * demand.batch, sparse
+    time = step_time(traffic, cluster, compute, threads)
     memory = cache_memory(parts, world, item, state)
     replicated = {}
     for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
@@ -279,7 +367,10 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     lookups = sum(group.lookups for group in demand.groups)
     updates = demand.world_rows / world
     sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, 0.0)
-    time = step_time(traffic, cluster, cluster.compute.sample_s * demand.batch, sparse, ddp=True)
+    compute = cluster.compute.sample_s * demand.batch, sparse
+    launches = cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES)
+    threads = HostSeconds(launches)
+    time = step_time(traffic, cluster, compute, threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]

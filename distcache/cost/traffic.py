@@ -46,11 +46,13 @@ from distcache.replay import HomeRun
 
 REPLICATED, SHARDED, MIXED = "replicated", "sharded", "mixed"
 TABLE_WISE, ROW_WISE = "table_wise", "row_wise"
+RESIDENT = "resident"
 
 CACHED = (REPLICATED, SHARDED, MIXED)
 """Placements of `parallel=data`."""
 HYBRID = (TABLE_WISE, ROW_WISE)
 """Tables sharded over the devices, whole or cut by rows, as TorchRec's pooled bags do it."""
+# `RESIDENT`: every row on every device, which is what cached rows are compared with.
 
 DENSE = "dense"
 
@@ -75,11 +77,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank moves in a step: collectives in program order, and bytes over its host link."""
+    """What one rank moves in a step: collectives in program order, bytes of rows over its host
+    link, and of index tensors, which go to devices that have memory of their own."""
 
     exchanges: tuple[Exchange, ...]
     host_in: float = 0.0
     host_out: float = 0.0
+    index_bytes: float = 0.0
 
     @property
     def collective_bytes(self) -> float:

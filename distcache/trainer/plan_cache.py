@@ -23,10 +23,11 @@ from distcache.comm import link as comm
 from distcache.comm.link import ROWS, CollectiveCounters, together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
-from distcache.cost.cluster import Cluster, Compute, Link
+from distcache.cost.cluster import HOST, Cluster, Compute, Link
 from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.groups import Placement
 from distcache.engine.placing import CacheRequest, Known
+from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate, row_update
@@ -64,14 +65,16 @@ class Measured:
     between: Link | None = None
 
     def cluster(self, world: World) -> Cluster:
-        """A cluster of this world's ranks. On a CPU all movement takes the cores that compute."""
+        """A cluster of this world's ranks. On a CPU all movement takes the cores that compute. What
+        the threads of their hosts take is the table's, with as many that plan as here."""
         nodes = 1 if self.between is None else world.nodes.count
         peers = max(world.size // nodes - 1, 1)
         inside = Link(self.inside or 1e12, self.latency_s / peers, "measured")
         links = Link(self.host, 0.0, "measured"), inside, self.between
         overlap = 0.0 if world.device.type == "cpu" else 1.0
         cluster = Cluster(world.size, *links, nodes, compute=self.compute)
-        return replace(cluster, collective_s=0.0, overlap=overlap)
+        threads = replace(HOST, planner_threads=planner_threads("auto", world))
+        return replace(cluster, collective_s=0.0, overlap=overlap, threads=threads)
 
 
 def measure(

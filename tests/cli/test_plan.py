@@ -20,7 +20,7 @@ from distcache.cli.plan_run import Options, Request, default_parameters, make_pl
 from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import close_world
-from distcache.cost.cluster import PRESETS
+from distcache.cost.cluster import HOST, PRESETS, read_cluster
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
@@ -153,6 +153,8 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} bag_size=-1", "bag_size=-1.0: give at least 0"),
         (f"{TABLE} table_rows=[5,0,1]", "a table has at least 1 row"),
         (f"{TABLE} batch=0", "batch=0 is out of range"),
+        (f"{TABLE} planner_threads=-1", "planner_threads=-1 is out of range"),
+        (f"{TABLE} access=away", "access=away is unknown: choose staged or zero_copy"),
         (f"{TABLE} cache_ratio=2", "cache.ratio=2.0 is not in (0, 1]"),
         (f"{TABLE} state=away", "state=away is unknown: choose auto or replicated or home"),
         (f"{TABLE} cache_rows=4 cache_ratio=0.1", "cache_rows=4 and cache_ratio=0.1 contradict"),
@@ -229,6 +231,7 @@ def test_ranks_measure_the_same_machine(sizes: tuple[int, ...]) -> None:
     first, cluster = found[0]
     assert first.host > 1e6 and min(vars(first.compute).values()) > 0
     assert cluster.ranks == sum(sizes) and cluster.overlap == cluster.collective_s == 0.0
+    assert cluster.threads == replace(HOST, planner_threads=1)
     alike = len(set(sizes)) == 1
     assert cluster.nodes == (len(sizes) if alike else 1)
     assert cluster.between == first.between
@@ -241,5 +244,40 @@ def test_ranks_measure_the_same_machine(sizes: tuple[int, ...]) -> None:
 def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     small = ("world_size=1", "most_ranks=2")
     records = run(tmp_path, *TABLES, "measure=true", "measure_ranks=1", *small)
-    assert asked(records)["sharded"]["seconds"]["total"] > 0
+    found = asked(records)["sharded"]["seconds"]
+    assert found["total"] > 0 == found["threads"]["launch"]  # the CPU's own calls
+    assert min(found["threads"]["planner"], found["threads"]["mover"]) > 0
     assert "(measured)" in (tmp_path / "report.md").read_text()
+    threads = read_cluster(tmp_path).threads
+    assert (threads.name, threads.planner_threads) == ("measured", 1)
+    timed = {name for name in vars(HOST) if getattr(threads, name) != getattr(HOST, name)}
+    assert timed >= {"launch_s", "id_s", "row_s", "planning_s", "name"}
+    assert not timed & {"training_s", "moving_s", "byte_s", "moved_s", "exchange_s"}  # of the table
+
+
+def test_the_host_is_in_every_step_and_what_binds_is_told(tmp_path: Path, capsys) -> None:
+    """One planner's thread binds large batches of one-hot tables, more of them less so."""
+    words = ("preset=criteo_kaggle", "width=64", "batch=16384", "world_size=8", "most_ranks=1")
+    seconds = {}
+    for threads in (1, 6, 16):
+        records = run(tmp_path, *words, f"planner_threads={threads}")
+        seconds[threads] = asked(records)["sharded"]["seconds"]
+        assert read_cluster(tmp_path).threads == replace(HOST, planner_threads=threads)
+        binds = seconds[threads]["binds"]
+        shown, report = capsys.readouterr().out, (tmp_path / "report.md").read_text()
+        best = next(r for r in records if r.get("asked") and r["best"])
+        assert f"What binds its step: {best['seconds']['binds']}." in shown
+        assert f" {threads} plan, " in report and f"| {binds} |" in report
+    planners = [found["threads"]["planner"] for found in seconds.values()]
+    assert planners == sorted(planners, reverse=True) and planners[0] > 1.5 * planners[1]
+    assert seconds[1]["binds"] == "planner" and seconds[1]["total"] == planners[0]
+    assert seconds[1]["threads"]["launch"] > 1e-4 and seconds[1]["total"] > 2e-3
+
+
+def test_rows_that_a_device_reads_itself_take_no_thread(tmp_path: Path) -> None:
+    staged, direct = (
+        asked(run(tmp_path, *TABLES, "world_size=2", "most_ranks=1", f"access={way}"))["sharded"]
+        for way in ("staged", "zero_copy")
+    )
+    assert direct["seconds"]["threads"]["mover"] < staged["seconds"]["threads"]["mover"]
+    assert direct["collective_bytes"] == staged["collective_bytes"]

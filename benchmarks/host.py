@@ -1,0 +1,315 @@
+"""What the host does for a step, by thread, and the step that this predicts beside a GPU:
+`python -m benchmarks.host`.
+
+Ranks train on the CPU in processes of their own, with the threads that they have beside a GPU. A
+thread's time on its core, less what torch, the package's kernels and the model take of it, is its
+own. The cost model of `distcache.plan`, given what was measured, predicts steps beside an H100.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
+from benchmarks.options import option
+from benchmarks.ranks import opened_world
+from benchmarks.report import Bench, Column, Record, Section, run_bench
+from benchmarks.setting import SIZES, compose_setting
+from benchmarks.turns import shown, spread, take_turns
+from distcache.cli.compose import read_line
+from distcache.cli.host_times import fit, measure_host
+from distcache.cli.plan_run import Options, parse_request
+from distcache.comm.rendezvous import find_place
+from distcache.cost.cluster import Cluster, HostTimes
+from distcache.cost.demand import Demand
+from distcache.cost.predict import Prediction, Settings, predict
+from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
+
+log = logging.getLogger("distcache.benchmarks.host")
+
+THREADS = ("training", "planning", "movement")
+"""Those of `against_rank.role_of`."""
+
+PLANNER = ("planning_s", "id_s", "named_s", "decided_s", "fetched_s", "placed_s")
+"""The planner's times, as it takes them alone."""
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The keys of the command line."""
+
+    size: str = option("kaggle", "tables", among=tuple(SIZES))
+    optimizers: tuple[str, ...] = option(
+        ("sgd", "adagrad"), "mode data trains with each; resident, and a smaller batch, with the "
+        "first", among=("sgd", "adagrad", "adam"),
+    )  # fmt: skip
+    ranks: tuple[int, ...] = option((1, 2), "processes that train together", least=1)
+    batch: int = option(16384, "samples of a rank and step", least=4)
+    width: int = option(8, "of every table; a thread's own work knows no width", least=1)
+    ratio: float = option(0.015, "slots as a share of the rows")
+    steps: int = option(6, "steps of a turn", least=1)
+    repetitions: int = option(4, "turns: first with calls counted, then without", least=1)
+    warmup: int = option(24, "steps before them, in which the slots are filled", least=1)
+    planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
+    launch_us: float = option(7.0, "microseconds of a kernel's launch beside a GPU, an estimate")
+    against: str = option("", "another checkout, whose training takes turns with this one's")
+    out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+
+WIDTHS, SHARES, WORLDS = (64, 128), (0.25, 1.0), (1, 2, 8)
+"""Of predicted steps: widths, batches as shares of `batch`, ranks on one node."""
+
+_PLAN = ("device=h100", "host={bandwidth: 50e9}", "lookahead=16", "prefetch=1", "optim=sgd")
+"""What they are of, beside that."""
+
+
+def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
+    """Turns of all runs, what the planner takes, and the steps predicted from both."""
+    layers = f"model.dense_arch=[32,32,16,{options.width}]", "model.over_arch=[32,16,1]"
+    layers += (f"model.embedding_dim={options.width}",)
+    ahead = "cache.lookahead=16", "cache.prefetch=1", f"cache.ratio={options.ratio}"
+    config = compose_setting(options.size, (*layers, *ahead, *overrides), find_place())
+    rows = list(config.data.table_rows)
+    records: list[Record] = []
+    for about in runs_of(options):
+        log.info(" ".join(f"{key}={value}" for key, value in about.items()))
+        own = {"model": "dlrm", "lead": 0, "threads": 1, "repetitions": 2 * options.repetitions}
+        own |= about | {"batch": about["ranks"] * about["batch"]}
+        of_run = SimpleNamespace(**asdict(options) | own)
+        spec = spec_of(about["mode"], of_run, config, overrides)
+        records += trained(options, spec, about)
+    with opened_world("cpu") as world:
+        planner = measure_host(world, rows, options.batch, WIDTHS[0])
+    planner = replace(planner, launch_s=1e-6 * options.launch_us)
+    times = constants(options, rows, records, planner)
+    numbers = {key: value for key, value in asdict(times).items() if key != "name"}
+    records += [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
+    return [*records, *steps_of(options, rows, times)]
+
+
+def runs_of(options: HostOptions) -> list[Record]:
+    """What trains: mode, optimizer, ranks, and samples of each."""
+    names, first = ("mode", "optimizer", "ranks", "batch"), options.optimizers[0]
+    every = [("data", *of, options.batch) for of in product(options.optimizers, options.ranks)]
+    every += [("resident", first, ranks, options.batch) for ranks in options.ranks]
+    small = round(SHARES[0] * options.batch)
+    every += [(mode, first, options.ranks[0], small) for mode in ("data", "resident")]
+    return [dict(zip(names, run, strict=True)) for run in every]
+
+
+def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
+    """Turns of a run, first with calls counted, and of the other checkout's where there is one; a
+    record for each thread."""
+    paths = checkouts(options.against)
+    with ExitStack() as stack:
+        jobs = {
+            side: Job(path, about["ranks"], spec | {"count": True}, stack)
+            for side, path in paths.items()
+        }
+        for job in jobs.values():
+            job.run(0, options.warmup)
+
+        def turns(how: str) -> dict[str, list[list[Record]]]:
+            run = {s: lambda _, job=job: job.run(0, options.steps, how) for s, job in jobs.items()}
+            return take_turns(run, options.repetitions)
+
+        counted, alone = turns("run"), turns("alone")
+        for job in jobs.values():
+            job.finish()
+    return [
+        {"kind": "thread", **about, "side": side, "thread": thread}
+        | _thread(counted[side], alone[side], thread)
+        for side, thread in product(paths, THREADS)
+    ]
+
+
+def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record:
+    """Milliseconds of a thread's core and its own ones, by turns, and its calls, a step and rank.
+
+    Of its own is taken what counting takes, by event, which a rank times at the end.
+    """
+
+    def of(turns: Sequence[Any], meter: str) -> list[float]:
+        return [of_ranks(ranks, meter).get(thread, 0.0) for ranks in turns]
+
+    event_ms = float(np.mean([rank["event_ms"] for rank in alone[-1]]))
+    told = zip(of(counted, "own_ms"), of(counted, "own_events"), strict=True)
+    own = [max(0.0, ms - event_ms * events) for ms, events in told]
+    calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
+    return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own), **calls}
+
+
+def constants(
+    options: HostOptions, rows: Sequence[int], threads: Sequence[Record], planner: HostTimes
+) -> HostTimes:
+    """The planner's constants, with those that runs of this checkout give beside them; records of
+    the planner's thread get what all predict of it.
+
+    Training's own work is the median over the runs of `data`; movement's has a part for each byte
+    of index tensors and each row that comes or leaves. The planner's are times what it takes beside
+    training, whose caches are colder; what it takes more with several ranks, an exchange takes. Of
+    turns the least counts, without what other load adds.
+    """
+    here = [record for record in threads if record["side"] == THIS]
+    data = [record for record in here if record["mode"] == "data"]
+    own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
+    times = replace(planner, planner_threads=1, exchange_s=0.0)
+
+    def moved(step: Prediction, ranks: int) -> list[float]:
+        rows = step.hits.fetched + step.hits.written_back if step.hits else 0.0
+        return [1.0, step.traffic.index_bytes, rows / ranks]
+
+    def step(record: Record) -> Prediction:
+        kind = REPLICATED if record["mode"] == "data" else RESIDENT
+        return predicted(options, rows, times, kind, record | {"width": WIDTHS[0]})
+
+    training = [own[id(r)] for r in data if r["thread"] == "training"]
+    moves = [record for record in here if record["thread"] == "movement"]
+    own_of_moves = fit([moved(step(r), r["ranks"]) for r in moves], [own[id(r)] for r in moves])
+    moving = dict(zip(("moving_s", "byte_s", "moved_s"), own_of_moves, strict=True))
+    times = replace(times, training_s=float(np.median(training)), **moving)
+    plans = [record for record in here if record["thread"] == "planning"]
+    planned = [[step(r).time.threads.planner, math.log2(r["ranks"])] for r in plans]
+    factor, exchange_s = fit(planned, [own[id(record)] for record in plans])
+    slower = {name: factor * getattr(times, name) for name in PLANNER}
+    times = replace(times, **slower, exchange_s=exchange_s)
+    for record in plans:
+        record["predicted_ms"] = 1e3 * step(record).time.threads.planner
+    return replace(times, planner_threads=options.planner_threads)
+
+
+def predicted(
+    options: HostOptions, rows: Sequence[int], times: HostTimes, kind: str, how: Record
+) -> Prediction:
+    """A step beside an H100, as `distcache.plan` predicts it with these `times` of the host; `how`:
+    `batch`, `width` and `ranks`."""
+    own = [f"table_rows={list(rows)}", f"cache_ratio={options.ratio}", f"width={how['width']}"]
+    own += [f"batch={how['batch']}", f"world_size={how['ranks']}"]
+    demand, cluster, settings = _shape(*[word.replace(" ", "") for word in (*_PLAN, *own)])
+    return predict(kind, demand, replace(cluster, threads=times), settings)
+
+
+@cache
+def _shape(*words: str) -> tuple[Demand, Cluster, Settings]:
+    """What the keys of `distcache.plan` ask for."""
+    line = read_line("plan", Options, words)
+    assert line is not None, "neither help nor the configuration was asked for"
+    return parse_request(line).on(line.values.world_size, 1)
+
+
+def steps_of(options: HostOptions, rows: Sequence[int], times: HostTimes) -> list[Record]:
+    """A record for each predicted step; rows are staged, or read in place."""
+    records = []
+    for width, share, ranks in product(WIDTHS, SHARES, WORLDS):
+        how = {"batch": round(share * options.batch), "width": width, "ranks": ranks}
+        found = {
+            who: predicted(options, rows, at, kind, how).time
+            for who, kind, at in (
+                ("data, zero_copy", REPLICATED, replace(times, row_s=0.0)),
+                ("data, staged", REPLICATED, times),
+                ("resident", RESIDENT, times),
+                ("fused tables", TABLE_WISE, times),
+            )
+        }
+        for who, time in found.items():
+            gpu = time.dense + time.sparse + time.exposed
+            records.append({
+                "kind": "step", **how, "who": who, "step": time.total, "binds": time.binds,
+                "gpu": gpu, "link": max(time.host, time.exposed + time.hidden),
+                **time.threads._asdict(), "thread_to_gpu": max(time.threads) / gpu,
+                "to_resident": time.total / found["resident"].total,
+                "to_fused": time.total / found["fused tables"].total,
+            })  # fmt: skip
+    return records
+
+
+_MS = shown()
+
+
+def _ms(title: str, key: str) -> Column:
+    return Column(title, lambda row: 1e3 * row[key], ".2f")
+
+
+SECTIONS = (
+    Section(
+        "Threads",
+        "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
+        "thread does. Its own: without what torch, the package's kernels and the model take, from "
+        "turns in which calls are counted, less what counting takes. Calls of Python functions a "
+        "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
+        "predicted: of the planner's thread, one, from the constants below. "
+        "Tables are narrow here, for memory's sake: what depends on the width is torch's.",
+        "thread",
+        (
+            Column("mode", "mode"),
+            Column("optimizer", "optimizer"),
+            Column("ranks", "ranks"),
+            Column("batch", "batch", ","),
+            Column("checkout", "side"),
+            Column("thread", "thread"),
+            Column("on a core", "core_ms", _MS),
+            Column("its own", "own_ms", _MS),
+            Column("as predicted", "predicted_ms", ".2f"),
+            Column("calls", "calls", ",.0f"),
+            Column("of the package", "package_calls", ",.0f"),
+            Column("NumPy", "numpy_calls", ",.0f"),
+        ),
+    ),
+    Section(
+        "What the model takes from this",
+        "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
+        "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
+        "fitted to nine streams and caches without training beside them "
+        "(`distcache.cli.host_times`), and times one factor that the planners above have beside "
+        "it. `training_s`, `moving_s`, `byte_s` and `moved_s` are from the table above, its least "
+        "turns; `exchange_s` is what planners of several ranks take more on their cores: waiting "
+        "for the others is in none. "
+        "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
+        "constant",
+        (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
+    ),
+    Section(
+        "The predicted step",
+        "Milliseconds of a step of DLRM and SGD beside an H100 (NVLink 4, host link of 50 GB/s), "
+        "as `distcache.plan` predicts it, which has not run on one: kernels reach 0.8 of the "
+        "device's memory bandwidth and 0.67 of its float32 rate, both estimates. A step is as long "
+        "as what takes longest: the GPU with the collectives that it waits for, links, or one of "
+        "the host's threads. `fused tables`: lookups and updates in one kernel, whole tables on "
+        "ranks, without a planner; their Python and their sorts are left out. Goal: data / "
+        "resident <= 1.05, and no thread slower than the GPU (<= 1).",
+        "step",
+        (
+            Column("width", "width"),
+            Column("batch", "batch", ","),
+            Column("ranks", "ranks"),
+            Column("who", "who"),
+            _ms("GPU", "gpu"),
+            _ms("links", "link"),
+            _ms("launches", "launch"),
+            _ms("planner", "planner"),
+            _ms("mover", "mover"),
+            _ms("step", "step"),
+            Column("binds", "binds"),
+            Column("slowest thread / GPU", "thread_to_gpu", ".2f"),
+            Column("/ resident", "to_resident", ".2f"),
+            Column("/ fused", "to_fused", ".2f"),
+        ),
+    ),
+)
+
+BENCH = Bench("The host's threads", HostOptions, measure, SECTIONS, overrides=True)
+main = partial(run_bench, BENCH)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What the threads of a host take on this machine: its planner, timed at work, and its copies."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from distcache.comm.link import CollectiveCounters, Link
+from distcache.comm.world import World
+from distcache.cost.cluster import HOST, HostTimes
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.engine.groups import RegionSlots, TableSettings, make_groups
+from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
+from distcache.layout import TableSpec
+from distcache.ops.reference import put_rows, take_rows
+from distcache.planner.home import ResidentPlanner
+from distcache.planner.victims import DEFAULT
+
+AHEAD = (16, 1)
+"""L and P of the planners that are timed."""
+
+_WARM, _TIMED = 12, 8
+"""Steps of a planner before those that are timed, and these: the first fill its slots."""
+
+_STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6))
+"""What is planned: a share of the batch, and Zipf's exponent, so that more or fewer ids of a step
+are distinct."""
+
+_ROOMS = (0, 2, 6)
+"""Steps whose rows slots are for; 0: every row has a slot of its own, and none moves."""
+
+_TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a planner did for a step, means of `_TIMED` steps: `ids` read, distinct `rows`, of which
+    `fetched` came; `home`: whether rows come and go. Least seconds on its thread's core: `naming`
+    ids' rows and taking them in, `deciding` on them and putting the plan together."""
+
+    ids: float
+    rows: float
+    fetched: float
+    home: bool
+    naming: float
+    deciding: float
+
+
+def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:
+    """`HOST` with what this machine takes in its place, for steps of `batch` samples with one id of
+    each table, and rows of `dim` elements. For this rank alone; takes some ten seconds.
+
+    Own work of the training thread and of movement's, and what an exchange of planners takes, stay
+    those of the table.
+    """
+    plan = partial(time_planner, world, table_rows, batch)
+    found = [plan(stream, room) for stream in _STREAMS for room in _ROOMS]
+    naming = fit([[1.0, p.ids, p.rows] for p in found], [p.naming for p in found])
+    of_plan = [[1.0, p.ids, p.rows, p.home * p.rows, p.fetched] for p in found]
+    deciding = fit(of_plan, [p.deciding for p in found])
+    # A second thread takes half of what several threads share.
+    alone, beside = found[2], plan(_STREAMS[0], _ROOMS[2], threads=2)
+    shared = 2 * (_seconds(alone) - _seconds(beside)) / _seconds(alone)
+    return replace(
+        HOST,
+        planning_s=naming[0] + deciding[0],
+        id_s=naming[1] + deciding[1],
+        named_s=naming[2],
+        placed_s=deciding[2],
+        decided_s=deciding[3],
+        fetched_s=deciding[4],
+        serial=min(max(1.0 - shared, 0.0), 1.0),
+        planner_threads=planner_threads("auto", world),
+        launch_s=_launch_seconds(world.device),
+        row_s=_row_seconds(dim),
+        name="measured",
+    )
+
+
+def _seconds(planned: Planned) -> float:
+    return planned.naming + planned.deciding
+
+
+def time_planner(
+    world: World,
+    table_rows: Sequence[int],
+    batch: int,
+    stream: tuple[float, float] = _STREAMS[0],
+    room: int = _ROOMS[2],
+    threads: int = 1,
+) -> Planned:
+    """The planner of one home, which is all that there is, over a stream of `_STREAMS`, with room
+    for the rows of so many steps; `threads`: that plan, of which the first one's time counts."""
+    share, zipf = stream
+    samples = max(1, round(share * batch))
+    source = SyntheticSource(SyntheticSpec(table_rows, zipf=zipf, global_batch_size=samples))
+    batches = [source.train_batch(step, 0, 1) for step in range(_WARM + _TIMED)]
+    tables = [
+        TableSpec(f"t_{name}", rows, 1, (name,))
+        for name, rows in zip(source.features, table_rows, strict=True)
+    ]
+    (group,) = make_groups(tables, source.features, 1)
+    slots = group.layout.rows
+    regions = [Region(0, ResidentPlanner(group.layout, 0))]
+    if room:
+        distinct = sum(
+            source.expected_distinct(at, room * samples) for at in range(len(table_rows))
+        )
+        slots = min(slots, round(1.05 * distinct))
+        regions = home_regions([(group, RegionSlots(slots))], 0, AHEAD[1], DEFAULT, [None])
+    alone = replace(world, rank=0, size=1, local_rank=0, local_size=1, node_sizes=())
+    planner = StreamPlanner(
+        Link(alone, None, CollectiveCounters(), "a planner that is timed"),
+        [group],
+        regions,
+        [slots],
+        TableSettings(lookahead=AHEAD[0], prefetch=AHEAD[1], planner_threads=threads),
+    )
+    plans = planner.planned(itertools.cycle(batches), lambda: False)
+    for _ in range(_WARM):
+        next(plans)
+    steps = [_timed_plan(plans) for _ in range(_TIMED)]
+    planner.threads.close()
+    naming, deciding = np.min([step[:2] for step in steps], axis=0).tolist()
+    rows, fetched = np.mean([step[2:] for step in steps], axis=0).tolist()
+    return Planned(len(batches[0].ids.values), rows, fetched, room > 0, naming, deciding)
+
+
+def _timed_plan(plans: Iterator) -> tuple[float, float, float, float]:
+    """Of one more step: seconds on this thread's core, of naming and of deciding, distinct rows,
+    rows fetched."""
+    wall, core = time.perf_counter(), time.thread_time()
+    flight = next(plans)
+    wall, core = time.perf_counter() - wall, time.thread_time() - core
+    (plan,) = flight.plans
+    deciding = sum(span.end - span.start for span in flight.spans if span.name == "plan")
+    share = min(deciding / wall, 1.0)
+    return core * (1 - share), core * share, plan.all_distinct, plan.misses
+
+
+def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Seconds of each of the things counted, none below 0, that come nearest to all `seconds`, by
+    their ratios: least squares, where what would be negative is left out, the most negative
+    first."""
+    wanted = np.asarray(seconds, dtype=np.float64)
+    table = np.asarray(counts, dtype=np.float64) / wanted[:, None]
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
+    kept, found = list(range(table.shape[1])), np.zeros(table.shape[1])
+    while kept:
+        solved = np.linalg.lstsq(table[:, kept] / scale[kept], np.ones(len(wanted)), rcond=None)[0]
+        if solved.min() >= 0:
+            found[kept] = solved / scale[kept]
+            break
+        kept.pop(int(solved.argmin()))
+    return found.tolist()
+
+
+def _least(call: Callable[[], object]) -> float:
+    """Least seconds of a call, without what other load adds."""
+    taken = []
+    for _ in range(_REPEAT):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """To issue a small kernel, which nobody waits for."""
+    value = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_CALLS):
+            value.add_(1.0)
+
+    return _least(launch) / _CALLS
+
+
+def _row_seconds(dim: int) -> float:
+    """To gather or to scatter a row of host memory, the mean of both."""
+    table = np.ones((max(1, _TABLE_BYTES // (4 * dim)), dim), dtype=np.float32)
+    rows = np.random.default_rng(0).choice(len(table), min(_ROWS, len(table)), replace=False)
+    some = np.empty((len(rows), dim), dtype=np.float32)
+    gathered = _least(lambda: take_rows(table, rows, some))
+    return (gathered + _least(lambda: put_rows(table, rows, some))) / (2 * len(rows))

@@ -1,0 +1,176 @@
+"""What the host's threads take of a predicted step: which of them binds, and what moves that."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from cost_cases import BAGS, BATCH, cluster, demand, settings
+
+from distcache.cli.host_times import fit
+from distcache.cost.cluster import (
+    HOST,
+    Cluster,
+    HostTimes,
+    device_compute,
+    read_cluster,
+    write_cluster,
+)
+from distcache.cost.predict import (
+    BINDS,
+    GROUP_LAUNCHES,
+    INDEX_BYTES,
+    LAUNCHES,
+    RANK_LAUNCHES,
+    Prediction,
+    choose_placement,
+    compare,
+    crossovers,
+    predict,
+)
+from distcache.cost.traffic import REPLICATED, RESIDENT, SHARDED, TABLE_WISE
+from distcache.errors import ConfigError
+
+
+def predicted(kind: str, times: HostTimes, world: int = 4, slots: int = 2000, **more) -> Prediction:
+    """A step on the tests' cluster with these times of its host."""
+    return predict(kind, demand(world), cluster(world, threads=times, **more), settings(slots))
+
+
+SLOW = {
+    "planner": HostTimes(id_s=1e-3),
+    "mover": HostTimes(moving_s=1.0),
+    "launch": HostTimes(launch_s=1e-2),
+}
+
+
+@pytest.mark.parametrize("thread", SLOW)
+def test_a_step_is_as_long_as_the_thread_that_binds(thread: str) -> None:
+    free, time = (predicted(SHARDED, t).time for t in (HostTimes(), SLOW[thread]))
+    assert free.binds in ("compute", "link") and free.threads == (0.0, 0.0, 0.0)
+    assert time.binds == thread and thread in BINDS
+    assert time.total == getattr(time.threads, thread) > free.total
+    assert time.dense + time.sparse + time.exposed + time.waiting == pytest.approx(time.total)
+    assert time.dense + time.sparse + time.exposed + free.waiting == pytest.approx(free.total)
+
+
+def test_more_threads_plan_faster_until_something_else_binds() -> None:
+    """By Amdahl's law: what one thread does alone stays."""
+    ids = sum(BAGS) * BATCH
+    for serial in (0.0, 0.25):
+        slow = HostTimes(id_s=1e-6, planning_s=1e-5, serial=serial)
+        found = [predicted(SHARDED, replace(slow, planner_threads=k)).time for k in (1, 2, 16)]
+        for k, time in zip((1, 2, 16), found, strict=True):
+            share = serial + (1 - serial) / k
+            assert time.threads.planner == pytest.approx(1e-5 + share * ids * 1e-6)
+        assert found[0].binds == "planner" and found[0].total > found[1].total
+        assert (found[2].binds == "planner") == (serial > 0)
+
+
+def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
+    """A home decides on a W-th of the rows that ranks touch; a plan has all of them where they are
+    replicated, and those that its rank names where they are sharded."""
+    step = demand(4)
+    for kind, placed in ((REPLICATED, step.world_rows), (SHARDED, step.rank_rows)):
+        whole = predicted(kind, HostTimes())
+        fetched = whole.hits.fetched / 4
+        wanted = {"id_s": sum(BAGS) * BATCH, "named_s": step.rank_rows, "placed_s": placed}
+        wanted |= {"decided_s": step.world_rows / 4, "fetched_s": fetched, "exchange_s": 2.0}
+        for key, count in wanted.items():
+            time = predicted(kind, HostTimes(**{key: 1e-9})).time
+            assert time.threads.planner == pytest.approx(count * 1e-9), key
+        nbytes = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
+        assert whole.traffic.index_bytes == pytest.approx(nbytes)
+        moved = fetched + whole.hits.written_back / 4
+        mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-7, moved_s=9e-7)).time.threads.mover
+        assert mover == pytest.approx(1e-9 * nbytes + 1e-6 * moved)
+    assert HostTimes(decided_s=1.0).planner({"decided_s": 3.0}, 1) == 3.0
+
+
+def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> None:
+    for world in (1, 4):
+        every = LAUNCHES + GROUP_LAUNCHES + RANK_LAUNCHES * (world > 1)
+        own = predicted(REPLICATED, HostTimes(launch_s=1e-6, training_s=1e-3), world)
+        assert own.time.threads.launch == pytest.approx(1e-3 + every * 1e-6)
+    fused = predicted(TABLE_WISE, HOST).time.threads
+    assert fused.launch > 0 == fused.planner == fused.mover
+
+
+def test_resident_rows_need_no_decision_and_do_not_move() -> None:
+    found = predicted(RESIDENT, HOST)
+    assert found.hits.fetched == found.hits.written_back == 0
+    assert found.traffic.host_in == found.traffic.host_out == 0 < found.traffic.index_bytes
+    data = predicted(REPLICATED, HOST)
+    assert found.time.threads.planner < data.time.threads.planner
+    assert found.time.threads.mover < data.time.threads.mover
+    assert found.device_bytes > data.device_bytes
+    small = predict(RESIDENT, demand(1), cluster(1, device_memory=1000), settings())
+    assert "device_memory=1,000" in str(small.refused)
+
+
+def test_without_a_device_planner_and_mover_take_the_core_that_computes() -> None:
+    times = HostTimes(id_s=1e-6, moving_s=1e-3, launch_s=1.0)
+    free, found = (predicted(SHARDED, t, overlap=0.0).time for t in (HostTimes(), times))
+    own = found.threads
+    assert own.launch == 0  # what computes has its calls
+    assert found.total == pytest.approx(free.total + own.planner + own.mover)
+    assert found.binds == "mover"
+
+
+def test_the_choice_and_the_crossovers_know_the_host() -> None:
+    """A plan has the rows of all ranks where they are replicated: what one that is put together
+    takes speaks for sharded ones."""
+    slow, warm = HostTimes(placed_s=1e-5), settings(5340)
+
+    def there(world: int, times: HostTimes) -> Cluster:
+        return cluster(world, collective_s=1e-4, threads=times)
+
+    def changes(times: HostTimes) -> list[tuple]:
+        points = [compare(demand(w), there(w, times), warm, "time") for w in (1, 2, 4)]
+        return [(found.before, found.old, found.new) for found in crossovers(points, "time")]
+
+    for times, best in ((HostTimes(), REPLICATED), (slow, SHARDED)):
+        found = choose_placement(demand(4), there(4, times), warm)
+        assert found.placement == best
+        assert found.why.startswith(f"predicted ms per step: {best} ")
+    assert changes(HostTimes()) != changes(slow)
+
+
+def test_a_cluster_keeps_its_threads(tmp_path) -> None:
+    there = cluster(2, threads=replace(HOST, planner_threads=3, name="measured"))
+    write_cluster(there, tmp_path)
+    assert read_cluster(tmp_path) == there
+    file = tmp_path / "cluster.json"
+    for wrong, said in (('"serial": 1.5', "serial=1.5"), ('"serial": "much"', "describes no")):
+        text = file.read_text().replace(f'"serial": {HOST.serial}', wrong)
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_cluster(tmp_path / "wrong.json")
+    for key, value in (("id_s", -1.0), ("serial", 2.0), ("planner_threads", 0)):
+        with pytest.raises(ConfigError, match=f"{key}={value}"):
+            HostTimes(**{key: value})
+
+
+def test_the_table_has_every_time() -> None:
+    assert all(getattr(HOST, own.name) > 0 for own in fields(HostTimes) if own.name != "name")
+    assert 0 < HOST.serial < 1
+
+
+def test_times_are_fitted_and_none_is_negative() -> None:
+    counts = [[1.0, 1e5, 3e4], [1.0, 4e5, 7e4], [1.0, 1e5, 5e4], [1.0, 2e5, 9e4]]
+    true = [1e-4, 2e-8, 3e-8]
+    seconds = [sum(a * b for a, b in zip(row, true, strict=True)) for row in counts]
+    assert fit(counts, seconds) == pytest.approx(true)
+    falling = [2e-3, 5e-4, 1.9e-3, 1.2e-3]  # the more ids, the less
+    found = fit(counts, falling)
+    assert min(found) == 0 < max(found)
+
+
+def test_a_device_computes_at_what_kernels_reach() -> None:
+    """Of 16,384 samples of DLRM's 502,000 parameters and 26 features of width 64, an H100 moves
+    2.2 GB at 2.7 TB/s and does 49 billion operations at 45 TFLOP/s, next to nothing beside."""
+    outputs = 27 * 64 + 351 + 1665
+    sample = device_compute("h100", 64, 0, 502_000, outputs).sample_s
+    assert 16_384 * sample == pytest.approx(2.23e9 / 2.7e12 + 49.3e9 / 45e12, rel=0.03)
+    plain = device_compute("h200", 64, 0, 502_000).sample_s
+    assert plain == pytest.approx(6 * 502_000 / 45e12, rel=0.01)
