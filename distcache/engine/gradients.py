@@ -474,8 +474,9 @@ class DenseGradients:
             parameter.grad = view
 
     def zero(self) -> None:
-        """Forget the last step's gradients; `zero_grad` of an optimizer does it too."""
-        self.flat.zero_()
+        """Forget the last step's gradients, as `zero_grad` of an optimizer does."""
+        for parameter in self.parameters:
+            parameter.grad = None  # then backward adds nothing to zeros, but hands its own over
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -494,13 +495,6 @@ class DenseGradients:
                 f"a parameter of shape {list(thawed.shape)} was frozen when DenseGradients was "
                 "made and trains now, so nobody sums its gradient: make another DenseGradients"
             )
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
-                view.copy_(parameter.grad)
-            # An optimizer would move a frozen one by a gradient of zeros (momentum, Adam, decay).
-            parameter.grad = view if parameter.requires_grad else None
         self.start_sum()()
         size = self._link.world.size
         if self._is_mean and size > 1:
@@ -520,6 +514,20 @@ class DenseGradients:
         agree_on(world, said)
         return Link(world, world.device_group, CollectiveCounters(), "the dense gradients' group")
 
+    def _gather(self) -> None:
+        """Let the gradients be views of `flat`; of parameters without one, zeros."""
+        views, found = [], []
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
+                views.append(view)
+                found.append(parameter.grad)
+            # An optimizer would move a frozen one by a gradient of zeros (momentum, Adam, decay).
+            parameter.grad = view if parameter.requires_grad else None
+        if views:
+            torch._foreach_copy_(views, found)  # one kernel, where there are kernels
+
     def close(self) -> None:
         """Let go of the groups that the first `sum` made; called by all ranks."""
         if self._made_link and self._link is not None:
@@ -527,10 +535,15 @@ class DenseGradients:
             self._link = None
 
     def start_sum(self) -> Callable[[], None]:
-        """Sum over the ranks, in place; they are there when it has been called."""
+        """Bring the gradients into `flat`, of which they are views from now on, and sum over the
+        ranks, in place; the sums are there when it has been called.
+
+        Where autograd records nothing.
+        """
         link = self._link
         if link is None:
             raise RuntimeError("sum() joins the ranks first")
+        self._gather()
         waits = [
             link.start_all_reduce(chunk, DENSE, "dense gradients")
             for chunk in self.flat.split(CHUNK_ELEMENTS)
@@ -622,7 +635,8 @@ class ControlRing:
 
         def finish() -> Control:
             said = wait()
-            self._enabled = self._enabled & torch.isfinite(said[:, 0].sum())
+            # As `isfinite`, which takes four kernels.
+            self._enabled = self._enabled & (said[:, 0].sum().abs() < math.inf)
             on_host = self._ring[self._turn]
             self._turn = (self._turn + 1) % len(self._ring)
             on_host.copy_(said, non_blocking=True)

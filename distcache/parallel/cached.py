@@ -86,7 +86,7 @@ class Outcome:
     """What becomes of one step of the trainer, on its way.
 
     `loss`: this rank's share of the mean over the global batch; `logits` `[b]` of an evaluation
-    step; `buffers`: those of the dense model, and their values before the step.
+    step; `buffers`: those of the dense model that are saved, and their values before the step.
     """
 
     stop: bool = False
@@ -136,6 +136,12 @@ class CachedParallel(Parallel):
         self._open = False
         self._unread: deque[Flight] = deque()
         self._modules = list(self.model.modules())
+        self._buffers = [
+            (module, name)
+            for module in self._modules
+            for name in module._buffers.keys() - module._non_persistent_buffers_set
+        ]
+        """What of the dense model a checkpoint has beside its parameters, in any order."""
         self.statistics = StepStatistics(self.tables)
         self.clock = self.statistics.clock
         self._hot_rows = None if popularity is None else popularity.hot_rows
@@ -225,8 +231,7 @@ class CachedParallel(Parallel):
     def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         outcome: Outcome = flight.result
         self.dense.zero()
-        # As `model.buffers()`, of modules that are looked for once.
-        buffers = [value for of in self._modules for value in of._buffers.values()]
+        buffers = (module._buffers.get(name) for module, name in self._buffers)
         outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
         logits = self._predict(flight, [leaf.requires_grad_() for leaf in leaves])
         labels = flight.labels.to(logits.dtype)

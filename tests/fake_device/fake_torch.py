@@ -70,8 +70,8 @@ class FakeTensor(Tensor):
 
 def operate(func: Any, args: tuple, kwargs: dict) -> Any:
     """Do an operation of torch with a tensor of the device among its arguments."""
-    if func is aten.copy_.default:
-        return copy(*args, **kwargs)
+    if func in _NOT_LAUNCHED:
+        return _NOT_LAUNCHED[func](*args, **kwargs)
     if func is aten._to_copy.default and (kwargs.get("device") or CUDA).type == "cpu":
         return to_host(*args, **kwargs)
     if func.is_view:
@@ -152,6 +152,15 @@ def copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not non_blocking or not (pinned or there):
         DEVICE.wait(stream, stream.queued)
     return to
+
+
+def new_empty(like: FakeTensor, size: Any, *, dtype: Any = None, **how: Any) -> FakeTensor:
+    """`like.new_empty(size)` there."""
+    return _empty(size, dtype=dtype or like.dtype)
+
+
+_NOT_LAUNCHED = {aten.copy_.default: copy, aten.new_empty.default: new_empty}
+"""Operations for which no kernel runs."""
 
 
 def to_host(
