@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from distcache.errors import MemoryTooSmallError, PlanError
-from distcache.ops.reference import check_rows, put, take_rows
+from distcache.ops import put
+from distcache.ops.reference import check_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.streams import Mark, Streams
 

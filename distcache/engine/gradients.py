@@ -27,7 +27,7 @@ from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link,
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
-from distcache.ops.reference import SegmentChunks, put
+from distcache.ops.reference import SegmentChunks
 from distcache.step_plan import Change, ShardPlan, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
@@ -304,7 +304,7 @@ def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:
     if bags.touched is None:
         return touched
     out = gradient.new_zeros((bags.leaf_rows, gradient.shape[1]))
-    return put(out, bags.touched, touched)
+    return ops.put(out, bags.touched, touched)
 
 
 def join_pooled(groups: Sequence[TableGroup], pooled: Sequence[Tensor]) -> Tensor:
@@ -397,10 +397,10 @@ def _start_sums(
         received, lengths, (sources, rows) = receive(), list(counts[1]), own
         sums = received.new_zeros((rows, received.shape[1]))
         (first, part), *others = zip(sources.split(lengths), received.split(lengths), strict=True)
-        put(sums, first, part)
+        ops.put(sums, first, part)
         for at, part in others:
             # Rows are distinct within a source: a pass of plain additions, no atomics.
-            put(sums, at, sums.index_select(0, at).add_(part))
+            ops.put(sums, at, sums.index_select(0, at).add_(part))
         return sums
 
     return finish

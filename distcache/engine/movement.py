@@ -25,7 +25,7 @@ from distcache.engine.step import (
     Stage,
     running,
 )
-from distcache.ops.reference import put
+from distcache.ops import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import StepPlan, Transfer
 from distcache.store.rows import DirectRows, Rows, RowStore

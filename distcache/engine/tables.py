@@ -43,7 +43,7 @@ from distcache.engine.step import (
 from distcache.engine.whole import WholeTables, make_planner, make_rows, warm_up
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
-from distcache.ops.reference import put
+from distcache.ops import put
 from distcache.optim import RowUpdate
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.streams import COMMUNICATION, COMPUTE, Streams

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from distcache.errors import ConfigError
-from distcache.ops import triton_kernels
+from distcache.ops import reference, triton_kernels
 from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -154,6 +154,14 @@ def copy_rows(
         FROM=source_rows is not None,
         TO=target_rows is not None,
     )
+
+
+def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """See `reference.put`."""
+    if not (target.is_contiguous() and values.is_contiguous()):
+        return reference.put(target, rows, values)
+    copy_rows(values.detach(), None, target.detach(), rows)
+    return target
 
 
 def _segment_sums(
