@@ -164,8 +164,8 @@ def step_time(
 # -----------------------------------------------------------------------------
 # What a step asks of the threads of its host.
 
-LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 82, 10, 14
-MOVES, GROUP_MOVES = 5, 10
+LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 64, 6, 10
+MOVES, GROUP_MOVES = 1, 6
 """Kernels that training's thread and autograd's launch, of a step, for each group of tables of one
 width more, and with several ranks; kernels and copies of movement, in staging, of a step and for
 each group: counted for DLRM with seven layers and SGD on the CUDA device of tests/fake_device.

@@ -36,7 +36,7 @@ class WithDlrm(Scenario):
 
 
 ONE = WithDlrm((table("a", 300), table("b", 40)), steps=STEPS, bag=1)
-MORE = (table("c", 60, dim=4),)
+MORE = (table("c", 3000, dim=4),)
 """Of another width: one group more, which SmallNet of two layers takes."""
 
 
