@@ -509,7 +509,7 @@ class CollectionTables:
             log.warning("step %d was left out: its row gradients are not finite", flight.step)
             step.close()
             return
-        counted = tuple(at for at in range(len(self.counts)) if at not in step.frozen)
+        counted = tuple(sorted(set(range(len(self.counts))) - step.frozen))
         engine, streams = self.engine, self.engine.streams
         if on == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
