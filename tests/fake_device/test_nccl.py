@@ -118,7 +118,9 @@ def test_a_collection_under_ddp_has_the_same_bits(guard: Path) -> None:
 
 
 @pytest.mark.xfail(
-    strict=True, reason="rows of later steps move while DDP issues collectives of its own"
+    strict=True,
+    raises=RuntimeError,
+    reason="rows of later steps move while DDP issues collectives of its own",
 )
 def test_a_collection_that_moves_rows_ahead_keeps_out_of_the_way_of_ddp(guard: Path) -> None:
     given = [SERIAL, *[{"rows": 260, "prefetch": prefetch} for prefetch in (1, 2, 3)]]
