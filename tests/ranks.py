@@ -167,19 +167,12 @@ class Job:
         return found
 
 
-def run_ranks(
-    function: Callable,
-    world_size: int,
-    *args: Any,
-    timeout: float = 120,
-    context: BaseContext | None = None,
-) -> list[Any]:
+def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; the return values by rank.
 
     `function` is at module level and its values can be pickled (tensors: return NumPy arrays).
     Raises RuntimeError with the traceback of the rank that failed first, or when a rank dies
     without a word; TimeoutError naming the ranks that are missing. No process outlives the call.
-    `context`: as for a `Job`.
     """
-    job = Job(function, world_size, *args, agent=False, context=context)
+    job = Job(function, world_size, *args, agent=False)
     return [end.value for end in job.ends(timeout, raising=True)]

@@ -216,10 +216,10 @@ class Random(Lazy):
     """Now and then some of the work of any stream."""
 
     def queued(self, device: Device) -> None:
-        for stream in self.random.sample(device.streams, 1 + self.random.randrange(2)):
-            if stream.work:
-                ahead = self.random.randrange(1, 2 + 2 * len(stream.work))
-                device.advance(stream, min(stream.queued, stream.done + ahead))
+        if self.random.random() < 0.5:
+            stream = self.random.choice([stream for stream in device.streams if stream.work])
+            ahead = self.random.randrange(1, 2 + 2 * len(stream.work))
+            device.advance(stream, min(stream.queued, stream.done + ahead))
 
 
 class Moody(Lazy):

@@ -7,6 +7,7 @@ nothing: it is made by the first call, and ends with `stop`.
 from __future__ import annotations
 
 import importlib
+import multiprocessing.process
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 from fake_device import fake_cuda
-from ranks import free_port, run_ranks
+from ranks import Job, agent_store
 
 LAZY = ("lazy", 0)
 """A scheduler, with its seed."""
@@ -36,9 +37,15 @@ def run(
 
     Every rank is a process of its own with its own device.
     """
-    ports = [free_port() for _ in calls]  # a store may outlive its call on the other rank
+    stores = [agent_store() for _ in calls]  # of each call its own, here, whose ports nobody takes
     pipe = _SERVERS[0][0] if _SERVERS else _start(guard)
-    pipe.send((ranks, (work, calls, under or [LAZY] * len(calls), ports), timeout))
+    pipe.send(
+        (
+            ranks,
+            (work, calls, under or [LAZY] * len(calls), [store.port for store in stores]),
+            timeout,
+        )
+    )
     assert pipe.poll(timeout + 60), "the server of ranks does not answer"
     found, error = pipe.recv()
     if error is not None:
@@ -55,6 +62,7 @@ def _start(guard: Path) -> Connection:
         patch.setenv("OMP_NUM_THREADS", "1")
         server = context.Process(target=_serve, args=(guard, there))
         server.start()
+        multiprocessing.process._children.discard(server)  # other tests look for what is left
     there.close()
     _SERVERS.append((here, server))
     return here
@@ -79,7 +87,8 @@ def _serve(guard: Path, pipe: Connection) -> None:
             return
         try:
             fork = mp.get_context("fork")
-            pipe.send((run_ranks(_on_rank, ranks, *given, timeout=timeout, context=fork), None))
+            job = Job(_on_rank, ranks, *given, agent=False, context=fork)
+            pipe.send(([end.value for end in job.ends(timeout, raising=True)], None))
         except Exception as error:
             pipe.send((None, error))
 
@@ -97,6 +106,7 @@ def _on_rank(
     fake_torch.install()
     kernels.install()
     found = []
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for call, (scheduler, seed), port in zip(calls, under, ports, strict=True):
         fake_cuda.DEVICE.give_up()
         fake_cuda.DEVICE.scheduler = fake_cuda.SCHEDULERS[scheduler](seed + rank)

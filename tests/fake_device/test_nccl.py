@@ -76,7 +76,7 @@ def refused(rank: int, what: str) -> str:
 def test_collectives_are_in_stream_order_and_ranks_in_one_order(guard: Path) -> None:
     differ = ["operation", "size", "splits", "communicators"]
     calls = [(promises, None), *((refused, what) for what in differ)]
-    (first, second), *errors = run(guard, on_ranks, calls, 2, timeout=60)
+    (first, second), *errors = run(guard, on_ranks, calls, 2)
     assert first[0] != [3, 3] != second[0]
     assert first[1:] == [[3, 3], [0, 10], [3, 3], [4, 4], [3, 3]]
     assert second[1:] == [[3, 3], [1, 2, 11, 12], [3, 3], [4, 4], [3, 3]]
@@ -113,14 +113,16 @@ SERIAL = {"rows": 260, "schedule": "serial"}
 
 def test_a_collection_under_ddp_has_the_same_bits(guard: Path) -> None:
     given = [SERIAL, SERIAL | {"prefetch": 1}, {"rows": 260, "prefetch": 0}]
-    found = run(guard, on_ranks, [(with_ddp, one) for one in given], 2, timeout=60)
+    found = run(guard, on_ranks, [(with_ddp, one) for one in given], 2)
     assert len({digest for by_rank in found for digest in by_rank}) == 1
 
 
 @pytest.mark.xfail(
-    strict=True, reason="rows of later steps move while DDP issues collectives of its own"
+    strict=True,
+    raises=RuntimeError,
+    reason="rows of later steps move while DDP issues collectives of its own",
 )
 def test_a_collection_that_moves_rows_ahead_keeps_out_of_the_way_of_ddp(guard: Path) -> None:
     given = [SERIAL, *[{"rows": 260, "prefetch": prefetch} for prefetch in (1, 2, 3)]]
-    found = run(guard, on_ranks, [(with_ddp, one) for one in given], 2, timeout=60)
+    found = run(guard, on_ranks, [(with_ddp, one) for one in given], 2)
     assert len({digest for by_rank in found for digest in by_rank}) == 1
