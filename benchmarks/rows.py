@@ -168,7 +168,7 @@ def _put(way: Access, streams: Streams, blocks: Sequence[Tensor], rows: Tensor) 
     """Bring rows to the store, and wait until they are there; `blocks`: weights and state."""
     weight, state = blocks if len(blocks) > 1 else (blocks[0], None)
     with streams.on(COPY_OUT):
-        way.put(rows, weight, state)
+        way.put(rows, weight, state)()
         way.settle()
 
 
