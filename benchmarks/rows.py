@@ -166,7 +166,7 @@ def _fetch(way: Access, streams: Streams, rows: Tensor) -> None:
 def _put(way: Access, streams: Streams, block: Tensor, rows: Tensor) -> None:
     """Bring rows to the store, and wait until they are there; `block`: weights and state."""
     with streams.on(COPY_OUT):
-        way.put(rows, block)
+        way.put(rows, block)()
         way.settle()
 
 

@@ -214,9 +214,9 @@ SECTIONS = (
         (
             "Milliseconds per stage",
             "Median over the turns of the mean of a turn's steps. `ingest`, `load`, `plan` and "
-            "`plan_exchange` run on a thread beside training, and so do `write_back`, `gather` and "
-            "`fill` when overlapped; in brackets the share of them that training did not wait for. "
-            "`wait` is what it did.",
+            "`plan_exchange` run on a thread beside training, and so do `gather`, "
+            "`write_back`, `fill` and `scatter` when overlapped; in brackets the share of them "
+            "that training did not wait for. `wait` is what it did.",
         ),
         "mode",
         _stages,

@@ -18,6 +18,7 @@ from distcache.engine.groups import RegionSlots, TableGroup
 from distcache.engine.step import (
     FILL,
     GATHER,
+    SCATTER,
     SHARE_EARLY,
     WRITE_BACK,
     Flight,
@@ -29,7 +30,7 @@ from distcache.ops import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import StepPlan, Transfer
 from distcache.store.rows import DirectRows, Rows, RowStore
-from distcache.streams import COPY_IN, LONG_OVER, Mark, Streams
+from distcache.streams import COPY_IN, Mark, Streams
 
 # -----------------------------------------------------------------------------
 # Ways of rows between a store and its device: through staging buffers, or read in place.
@@ -49,7 +50,7 @@ class Gathered:
 
 class Staged:
     """`store.access=staged`: host threads gather into pinned buffers, which are copied as a whole;
-    what comes back is copied to a buffer, waited for, and scattered."""
+    what comes back is copied to a buffer, and, later, waited for and scattered."""
 
     def __init__(
         self,
@@ -78,18 +79,24 @@ class Staged:
 
         return Gathered(read, release)
 
-    def put(self, rows: Tensor, memory: Tensor) -> None:
-        """Scatter the rows (`DeviceCache.read`); the calling thread waits until they are there."""
-        if self._streams.asynchronous:
-            number, buffer = self._leaving.take(rows.shape[0])
-            buffer.copy_(memory, non_blocking=True)
-            torch.cuda.current_stream(self._device).synchronize()
-            self._leaving.release(number, LONG_OVER)
-            memory = buffer
-        self._store.scatter(rows, *in_one_piece(memory, self._widths))
+    def put(self, rows: Tensor, memory: Tensor) -> Callable[[], None]:
+        """Send the rows (`DeviceCache.read`) on the current stream; call it, before the next `put`,
+        to wait until they are here, and scatter them."""
+        if not self._streams.asynchronous:
+            return partial(self._store.scatter, rows, *in_one_piece(memory, self._widths))
+        number, buffer = self._leaving.take(rows.shape[0])
+        buffer.copy_(memory, non_blocking=True)
+        sent = Mark(torch.cuda.current_stream(self._device).record_event())
+        self._leaving.release(number, sent)
+
+        def land() -> None:
+            self._streams.wait(sent)
+            self._store.scatter(rows, *in_one_piece(buffer, self._widths))
+
+        return land
 
     def settle(self) -> None:
-        """Nothing is on its way: `put` waits."""
+        """Nothing is on its way that has landed."""
 
 
 class InPlace:
@@ -109,14 +116,20 @@ class InPlace:
         """Nothing to do on the host."""
         return Gathered(partial(self._rows.read, rows), lambda: None)
 
-    def put(self, rows: Tensor, memory: Tensor) -> None:
-        """Write the rows (`DeviceCache.read`) on the current stream."""
+    def put(self, rows: Tensor, memory: Tensor) -> Callable[[], None]:
+        """Write the rows (`DeviceCache.read`) on the current stream; the host has nothing to do
+        later."""
         self._rows.write(rows, *in_one_piece(memory, self._widths))
+        return _nothing
 
     def settle(self) -> None:
         """Wait for what was read and written."""
         for mark in self._rows.marks():
             self._wait(mark)
+
+
+def _nothing() -> None:
+    """What is left to do where all is done."""
 
 
 Access = Staged | InPlace
@@ -190,14 +203,18 @@ class GroupRows:
         elif store is not None:
             self._access = Staged(store, cache.device, widths, streams, prefetch)
 
-    def write_back(self, plan: StepPlan, counts: MoveCounts) -> None:
-        """Bring the dirty rows that leave to the store: cache[evict_slots] -> store[evict_rows]."""
+    def write_back(self, plan: StepPlan, counts: MoveCounts) -> Callable[[], None]:
+        """Send the dirty rows that leave to the store, cache[evict_slots] -> store[evict_rows].
+
+        Call it to wait until they are there: before any of them is read, and the next write-back.
+        """
         slots, rows, shard = plan.evict_slots, plan.evict_rows, plan.shard
         if shard is not None:
             slots = torch.cat((slots, shard.evict_slots))
             rows = torch.cat((rows, shard.evict_rows))
-        if slots.shape[0]:
-            self._store_rows(*self.cache.evict(slots, rows), counts)
+        if not slots.shape[0]:
+            return _nothing
+        return self._store_rows(*self.cache.evict(slots, rows), counts)
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
         """What the host does for this home's fetched rows; None without a store."""
@@ -370,7 +387,7 @@ class GroupRows:
         dirty = self.cache.dirty_slots()
         rows = torch.from_numpy(self.cache.slot_row[dirty.numpy()])
         own = rows >= 0
-        self._store_rows(dirty[own], rows[own], self.counts)
+        self._store_rows(dirty[own], rows[own], self.counts)()
         self._access.settle()
         self.cache.clean(dirty)
 
@@ -379,22 +396,30 @@ class GroupRows:
         held = self.cache.slot_row[slots]
         return np.where(held >= 0, held, -1)
 
-    def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> None:
-        """Copy slots to the store."""
+    def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> Callable[[], None]:
+        """Send slots to the store; see `write_back`."""
         if slots.shape[0] == 0 or self._access is None:
-            return
-        self._access.put(rows, self.cache.read(slots))
+            return _nothing
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
+        return self._access.put(rows, self.cache.read(slots))
 
 
 # -----------------------------------------------------------------------------
 # The stages that bring a step's rows to the device, for all groups of a model.
 
 
+Stages = tuple[tuple[Stage, Callable[[Flight], None]], ...]
+
+
 class Mover:
-    """`stages` in the order in which they must run: write_back, gather, fill, and with sharded rows
-    share_early, which sends those that no step on its way changes to who reads them.
+    """The stages of movement in the order in which they must run, in three parts.
+
+    `prepare`: gather, which is the host's alone and waits for nothing but the write-backs before.
+    `issue`: write_back, fill, and with sharded rows share_early, which sends those that no step on
+    its way changes to who reads them: device work and collectives, for which nobody waits. `land`:
+    scatter, the host's part of the write-back, once the device has sent the rows. Where a step
+    fetches rows that leave before it (mode `host`), all is done in `issue`.
 
     The ranks' fills go over the device group of `link`, with counters of their own: what a step's
     fill sent is counted with the step, when that is run.
@@ -408,39 +433,71 @@ class Mover:
         dtype: torch.dtype,
         pooled: bool = True,
         early: bool = False,
+        refetches: bool = False,
     ) -> None:
         """`dtype`: of a batch's dense features and labels on the device; `pooled`: what lookups
-        give, see `lookups_of`; `early`: plans have rows that travel early."""
+        give, see `lookups_of`; `early`: plans have rows that travel early; `refetches`: and rows
+        that they evict and fetch."""
         self._rows, self._dtype, self._pooled = list(rows), dtype, pooled
         self._streams = streams
         self._common: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that steps have in common, by `id`: that of the host, and that of the device."""
         self._sent = CollectiveCounters(link.world.nodes, link.world.rank)
         self._link = Link(link.world, link.group, self._sent, "the device group (moving rows)")
-        self.stages: tuple[tuple[Stage, Callable[[Flight], None]], ...] = (
-            (WRITE_BACK, self._write_back),
-            (GATHER, self._gather),
-            (FILL, self._fill),
-        )
+        gather, scatter = (GATHER, self._gather), (SCATTER, self._scatter)
+        write_back, fill = (WRITE_BACK, self._write_back), (FILL, self._fill)
+        self._ahead: Stages = (gather,)
+        self._stages: Stages = (write_back, fill)
+        self._behind: Stages = (scatter,)
+        if refetches:
+            self._ahead, self._behind = (), ()
+            self._stages = (write_back, scatter, gather, fill)
         if early:
-            self.stages += ((SHARE_EARLY, self._share_early),)
+            self._stages += ((SHARE_EARLY, self._share_early),)
 
     def move(self, flight: Flight, lane: str, shake: Shake) -> None:
-        """Take a step through the stages; its rows, indices and batch are then on the device.
+        """Take a step through all stages; its rows, indices and batch are then on the device.
 
-        Where autograd records nothing (`torch.no_grad`, no inference mode).
+        As each part, in one thread, where autograd records nothing (`torch.no_grad`, no inference
+        mode).
         """
+        self.prepare(flight, lane, shake)
+        self.issue(flight, lane, shake)
+        self.land(flight, lane, shake)
+
+    def prepare(self, flight: Flight, lane: str, shake: Shake) -> None:
+        """What may come before the step may move, once the step before it has landed."""
         flight.timed = self._streams.times(flight.step)
-        for stage, run in self.stages:
+        flight.counts = [MoveCounts() for _ in self._rows]
+        self._run(self._ahead, flight, lane, shake)
+
+    def issue(self, flight: Flight, lane: str, shake: Shake) -> None:
+        """All that the device and other ranks have to do."""
+        self._run(self._stages, flight, lane, shake)
+
+    def land(self, flight: Flight, lane: str, shake: Shake) -> None:
+        """Bring to the store what leaves; waits for the device."""
+        self._run(self._behind, flight, lane, shake)
+
+    def _run(self, stages: Stages, flight: Flight, lane: str, shake: Shake) -> None:
+        for stage, run in stages:
             with running(stage, flight, lane, self._streams, shake):
                 run(flight)
 
     def _write_back(self, flight: Flight) -> None:
-        flight.counts = [MoveCounts() for _ in self._rows]
-        for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True):
+        flight.leaving = [
             rows.write_back(plan, counts)
+            for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True)
+        ]
+
+    def _scatter(self, flight: Flight) -> None:
+        for land in flight.leaving:
+            land()
+        flight.leaving = []
 
     def _gather(self, flight: Flight) -> None:
+        with self._streams.on(COPY_IN):
+            self._send_batch(flight)
         flight.gathered = [
             rows.gather(plan, counts)
             for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True)

@@ -73,7 +73,7 @@ _SWITCHES = QuickSwitches()
 class StepStream:
     """The planned steps of a stream of batches, in order; made by all ranks for batches alike.
 
-    One thread plans `batches` and one moves rows to the device (`move`; None: the training thread
+    One thread plans `batches` and one moves rows to the device (`mover`; None: the training thread
     moves a step's rows itself). The training thread takes the steps out. A step may move once the
     step of its `move_after` is `release`d; no more than P + 1 steps are so far ahead of training,
     so the queue is bounded on that side too. `depth`: steps planned ahead where nothing moves them.
@@ -100,7 +100,7 @@ class StepStream:
         self._unmoved: deque[Flight] = deque()
         self._released, self._last = _HELD, _ALL
         self._applied: deque[tuple[int, Mark]] = deque(maxlen=_KEPT)
-        self._moving, self._wanted = False, False
+        self._issuing, self._moving, self._wanted = False, False, False
         self._coming = _HELD
         """The step that the planner hands in next, once it has handed in one."""
         self._ended = False
@@ -198,34 +198,47 @@ class StepStream:
         try:
             self._streams.bind()
             while self._mover is not None and (flight := self._next_unmoved()) is not None:
-                self._mover.move(flight, MOVEMENT_LANE, self._shake)
+                how = flight, MOVEMENT_LANE, self._shake
+                self._mover.prepare(*how)
+                if not self._let_go(flight):
+                    return
+                self._mover.issue(*how)
                 self._shake()
-                with self._lock:  # its rows are on the device
+                with self._lock:  # the ranks' order is fixed, and the device will have its rows
                     self._unmoved.popleft()
-                    flight.moved, self._moving = True, False
+                    self._issuing = False
                     self._room.notify()
+                    self._news.notify()
+                self._mover.land(*how)
+                self._shake()
+                with self._lock:
+                    flight.moved, self._moving = True, False
                     self._news.notify()
         except BaseException as error:
             with self._lock:  # on this rank alone: nothing moves any more
-                self._moving, self._broken = False, error
+                self._issuing, self._moving, self._broken = False, False, error
                 self._tell_all()
 
     def _next_unmoved(self) -> Flight | None:
-        """Wait for the next step that may move; None when none will."""
+        """Wait for the next planned step; None when none will come."""
         with self._lock:
-            while True:
-                if self.stopping or (self._ended and not self._unmoved):
-                    return None
-                if self._may_move():
-                    break
+            while not (self._unmoved or self.stopping or self._ended):
                 self._wait(self._work)
-            self._moving = True
-            flight = self._unmoved[0]
+            return self._unmoved[0] if self._unmoved and not self.stopping else None
+
+    def _let_go(self, flight: Flight) -> bool:
+        """Wait until the step that is next may move; False when it will not."""
+        with self._lock:
+            while not (self._may_move() or self.stopping):
+                self._wait(self._work)
+            if self.stopping:
+                return False
+            self._issuing = self._moving = True
             for done, mark in self._applied:  # of the steps from move_after on, the first known
                 if done >= flight.move_after:
                     flight.after = mark
                     break
-            return flight
+            return True
 
     def _may_move(self) -> bool:
         if not self._unmoved or self._unmoved[0].step > self._last:
@@ -291,11 +304,12 @@ class StepStream:
         flight.waited(started)
 
     def settle(self, deadline: float | None = None) -> Flight | None:
-        """Wait until all that was released has moved; the step that was waited for, if any.
+        """Wait until the movement of all that was released is issued; the step that was waited
+        for, if any.
 
-        What has moved then is the same on every rank, whatever its threads' pace; one rank alone
-        has nobody to agree with. Raises TimeoutError after `deadline` (of `time.monotonic`), where
-        there is one.
+        What is issued then is the same on every rank, whatever its threads' pace; one rank alone
+        has nobody to agree with. Rows that leave may be on their way to the store. Raises
+        TimeoutError after `deadline` (of `time.monotonic`), where there is one.
         """
         if not self._moves or self._world.size == 1:
             return None
@@ -313,7 +327,7 @@ class StepStream:
     def _is_settled(self) -> bool:
         if self._broken is not None or self.stopping or self._released == _HELD:
             return not self._moving
-        if self._moving or self._may_move():
+        if self._issuing or self._may_move():
             return False
         # Of steps whose plans are not there yet: none may move that is more than P + 1 ahead.
         return (

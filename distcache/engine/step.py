@@ -9,10 +9,11 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 | `ingest` | t+P+L+1 | planner | host | ids | requests to homes, their windows |
 | `load` | t+P+1 | planner | host | the batch's file | dense features, labels |
 | `plan`, `plan_exchange` | t+P+1 | planner | host, gloo | windows | `StepPlan` of every group |
-| `write_back` | t+P | movement | copy_out | cache[evict_slots] | store[evict_rows] |
-| `gather` | t+P | movement | host | store[fetch_rows] | staging buffers |
+| `gather` | t+P+1 | movement | host | store[fetch_rows] | staging buffers |
+| `write_back` | t+P | movement | copy_out | cache[evict_slots] | a staging buffer |
 | `fill` | t+P | movement | copy_in | staging, indices, batch | cache[fetch_slots], device |
 | `share_early` | t+P | movement | copy_in | the homes' rows | rows that no step changes now |
+| `scatter` | t+P | movement | host | that buffer | store[evict_rows] |
 | `share_late` | t | training | communication | the homes' rows | the other sharded rows |
 | `forward_backward` | t | training | compute | leaves, dense part | row and dense gradients |
 | `sync` | t | training | communication | gradients | their sums over the ranks |
@@ -23,10 +24,11 @@ An evaluation step has `forward` in place of what follows `share_late`. `share_*
 rows, `return_rows` is where homes alone keep the optimizer state.
 
 Two schedules. *Overlapped*: three threads as above (`engine.queue`), and two waits in training:
-for the step's rows before anything reads them, and, before `sync` of several ranks, for all
-movement that was let go, since the ranks' fills use the group that `sync` uses and must lie before
-it on all of them. *Serial*: the training thread moves a step's rows itself, right before the step;
-the slow twin, with the same bits.
+for the step's rows before anything reads them, and, before `sync` of several ranks, for the issue
+of all movement that was let go, since the ranks' fills use the group that `sync` uses and must lie
+before it on all of them; what the host does for it lies before (`gather`) and after (`scatter`).
+Mode `host`, which fetches rows that leave before, does that in between. *Serial*: the training
+thread moves a step's rows itself, right before the step; the slow twin, with the same bits.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class Stage:
     stream: str
 
 
-WRITE_BACK, GATHER = Stage("write_back", COPY_OUT), Stage("gather", HOST)
-FILL = Stage("fill", COPY_IN)
+GATHER, SCATTER = Stage("gather", HOST), Stage("scatter", HOST)
+WRITE_BACK, FILL = Stage("write_back", COPY_OUT), Stage("fill", COPY_IN)
 SHARE_EARLY, SHARE_LATE = Stage("share_early", COPY_IN), Stage("share_late", COMMUNICATION)
 FORWARD_BACKWARD, FORWARD = Stage("forward_backward", COMPUTE), Stage("forward", COMPUTE)
 SYNC, APPLY = Stage("sync", COMMUNICATION), Stage("apply", COMPUTE)
@@ -129,6 +131,8 @@ class Flight:
     moved: bool = False
     """Whether its rows are on the device."""
     gathered: list[Gathered | None] = field(default_factory=list)
+    leaving: list[Callable[[], None]] = field(default_factory=list)
+    """What is left to do until the rows that leave are in the store, by group."""
     where: list[StepPlan] = field(default_factory=list)
     """The plans with their index tensors on the device (`gradients.on_device`)."""
     lookups: list[list[DeviceBags]] = field(default_factory=list)

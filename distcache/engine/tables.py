@@ -119,6 +119,7 @@ class CachedTables:
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
         how = (settings.dtype, settings.pooled, settings.shares_early(world))
+        how += (settings.mode == "host",)
         self._mover = Mover(self.rows, self.link, self.streams, *how)
         self.overlapped = settings.schedule == "overlapped"
         """Whether rows move on a thread of their own."""

@@ -639,7 +639,7 @@ class HybridParallel(Parallel):
             most["peak"] = torch.cuda.max_memory_allocated(self._world.device)
         most = over_ranks(self._world, most, dist.ReduceOp.MAX)
         sent = over_ranks(self._world, self.counters.values())
-        nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill"]
+        nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill", "scatter"]
         stages = {"load": 0.0, "wait": 0.0} | self._clock.stages.mean_ms()
         unknown = ("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))
         return {

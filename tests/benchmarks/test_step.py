@@ -33,8 +33,8 @@ from distcache.trainer.build import build_source
 from distcache.versions import fbgemm_here
 
 ARGUMENTS = ["size=small", "batch=64", "ratio=0.05", "steps=3", "lead=1", "repetitions=2"]
-STAGES = {"ingest", "load", "plan", "plan_exchange", "write_back", "gather", "fill"}
-STAGES |= {"forward_backward", "sync", "apply"}
+STAGES = {"ingest", "load", "plan", "plan_exchange", "gather", "write_back", "fill"}
+STAGES |= {"scatter", "forward_backward", "sync", "apply"}
 
 
 @pytest.fixture(autouse=True)

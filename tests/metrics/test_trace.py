@@ -27,7 +27,7 @@ from distcache.engine.tracing import (
 )
 from distcache.errors import ConfigError
 
-MOVEMENT = ["write_back", "gather", "fill"]
+MOVEMENT = ["gather", "write_back", "fill", "scatter"]
 PLANNING = ["ingest", "ingest", "load", "plan", "plan_exchange", "plan"]
 """Its rows are asked for and taken in; it is decided, told of and put together."""
 LOOP = ["forward_backward", "sync", "apply"]

@@ -370,6 +370,55 @@ def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None
     mode.close()
 
 
+def held_up(world: World, prefetch: int) -> tuple[list[float], list[float], int]:
+    """The losses of a run whose rows leave as late as they may, and come as early; those of one
+    whose rows move between the steps; and how many rows have left."""
+    mode, run = make_mode(world, case("adam"), cached(2, prefetch)), case("adam")
+    mover, tables = mode.tables._mover, mode.tables
+    synced, ready = [threading.Event() for _ in range(64)], [threading.Event() for _ in range(64)]
+    prepare, issue, land, sync = mover.prepare, mover.issue, mover.land, tables.start_sum
+
+    def prepared(flight, *how) -> None:
+        prepare(flight, *how)
+        ready[flight.step].set()
+
+    def issued(flight, *how) -> None:
+        assert flight.gathered and flight.lookups  # nothing to do but to enqueue
+        issue(flight, *how)
+
+    def landed(flight, *how) -> None:
+        """Not before the exchange of the step whose opening has let it go."""
+        before = flight.step - max(prefetch, 1)
+        assert before < 0 or synced[before].wait(30), "an exchange waits for what leaves"
+        land(flight, *how)
+
+    def exchanged(flight, *how):
+        synced[flight.step].set()
+        return sync(flight, *how)
+
+    mover.prepare, mover.issue, mover.land, tables.start_sum = prepared, issued, landed, exchanged
+    losses = []
+    for step in mode.stream(run.batch(s, world.rank, world.size) for s in range(run.steps)):
+        number = step.flight.step
+        if 0 < number < run.steps - prefetch:  # its rows may move once this step is opened
+            assert ready[number + prefetch].wait(30), "what comes waits to be let go"
+        losses.append(mode.train_step(step).loss)
+    written = mode.summary()["rows_written_back"]
+    mode.close()
+    twin = make_mode(world, run, cached(2, prefetch, schedule="serial"))
+    steps = twin.stream(run.batch(s, world.rank, world.size) for s in range(run.steps))
+    serial = [twin.train_step(step).loss for step in steps]
+    twin.close()
+    return losses, serial, written
+
+
+@pytest.mark.parametrize("prefetch", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_gradients_wait_for_no_rows_on_their_way_to_or_from_the_store(prefetch: int) -> None:
+    """Only for the issue of the ranks' exchanges, of the movement that was let go."""
+    for losses, serial, written in run_ranks(alone, 2, held_up, prefetch):
+        assert losses == serial and written > 20
+
+
 def test_queues_stay_short_however_slow_training_is(world: World) -> None:
     read: list[int] = []
     run = case("sgd")
