@@ -497,7 +497,7 @@ class Mover:
 
     def _gather(self, flight: Flight) -> None:
         with self._streams.on(COPY_IN):
-            self._send_batch(flight)
+            self._send(flight)
         flight.gathered = [
             rows.gather(plan, counts)
             for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True)
@@ -505,7 +505,6 @@ class Mover:
 
     def _fill(self, flight: Flight) -> None:
         self._sent.reset()
-        self._send(flight)
         for rows, plan, where, values in zip(
             self._rows, flight.plans, flight.where, flight.gathered, strict=True
         ):

@@ -134,7 +134,7 @@ class Flight:
     leaving: list[Callable[[], None]] = field(default_factory=list)
     """What is left to do until the rows that leave are in the store, by group."""
     where: list[StepPlan] = field(default_factory=list)
-    """The plans with their index tensors on the device (`gradients.on_device`)."""
+    """The plans with their index tensors on the device (`StepPlan.mapped`)."""
     lookups: list[list[DeviceBags]] = field(default_factory=list)
     """The index tensors of the lookups of each micro-batch, by group."""
     dense: Tensor | None = None
