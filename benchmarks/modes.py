@@ -34,7 +34,7 @@ AHEAD = 8
 """Steps that the threads of a cached mode hold beside those of L and P, at most."""
 
 _INDEX_BYTES = 4
-"""Indices on the device are int64."""
+"""Indices on the device are int32."""
 
 
 class ModeContender(Contender):

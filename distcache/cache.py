@@ -30,7 +30,7 @@ class StateSlots:
         return self.count + slots - self.tail
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """Where the state of each of `slots` (int64 `[m]`, all of which have one) lies."""
+        """Where the state of each of `slots` (`[m]`, all of which have one) lies."""
         return np.where(slots >= self.tail, slots - self.tail + self.count, slots - self.first)
 
 

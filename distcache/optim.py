@@ -315,7 +315,7 @@ def apply_rows(
     """One optimizer step on the rows at `slots`, in place.
 
     `weight`: float `[C, D]` and `state`: `[C, S]` (None where S = 0), changed in place; `slots`:
-    int64 `[U]`, distinct; `gradient`: `[U, D]`, left as it is; `lr` and `step` as in
+    `[U]`, distinct; `gradient`: `[U, D]`, left as it is; `lr` and `step` as in
     `RowUpdate.rule`; `enabled`: bool or uint8 of one element, or None for true: where it is 0
     nothing is written, and nobody waits for the device to know. All on one device. The bits do not
     depend on C or slots.

@@ -346,6 +346,9 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         "a slot lies outside the cache": not _inside(plan.slots, slots),
         "a position names no canonical row": not _inside(plan.positions, plan.leaf_rows),
         "a fetched row is named twice": len(plan.fetch.unique()) != plan.misses,
+        "a fetched row fills another slot than its own": not torch.equal(
+            plan.fetch_slots, plan.slots[plan.fetch]
+        ),
         "touched rows are not those of the ids": not torch.equal(
             plan.touched.sort().values, plan.positions.unique()
         ),

@@ -41,50 +41,44 @@ _TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
 @dataclass(frozen=True)
 class Planned:
     """What a planner did for a step, means of `_TIMED` steps: `ids` read, distinct `rows`, of which
-    `fetched` came; `home`: whether rows come and go. Least seconds on its thread's core: `naming`
-    ids' rows and taking them in, `deciding` on them and putting the plan together."""
+    `fetched` came; `home`: whether rows come and go; `seconds`: the least on its thread's core."""
 
     ids: float
     rows: float
     fetched: float
     home: bool
-    naming: float
-    deciding: float
+    seconds: float
 
 
 def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:
     """`HOST` with what this machine takes in its place, for steps of `batch` samples with one id of
     each table, and rows of `dim` elements. For this rank alone; takes some ten seconds.
 
-    Own work of the training thread and of movement's, and what an exchange of planners takes, stay
-    those of the table.
+    Own work of the training thread and of movement's, what an exchange of planners takes, and which
+    share of a row's time is its place in the plan, stay those of the table.
     """
     plan = partial(time_planner, world, table_rows, batch)
     found = [plan(stream, room) for stream in _STREAMS for room in _ROOMS]
-    naming = fit([[1.0, p.ids, p.rows] for p in found], [p.naming for p in found])
-    of_plan = [[1.0, p.ids, p.rows, p.home * p.rows, p.fetched] for p in found]
-    deciding = fit(of_plan, [p.deciding for p in found])
+    counts = [[1.0, p.ids, p.rows, p.home * p.rows, p.fetched] for p in found]
+    planning, by_id, by_row, decided, fetched = fit(counts, [p.seconds for p in found])
+    placed = by_row * HOST.placed_s / (HOST.named_s + HOST.placed_s)
     # A second thread takes half of what several threads share.
     alone, beside = found[2], plan(_STREAMS[0], _ROOMS[2], threads=2)
-    shared = 2 * (_seconds(alone) - _seconds(beside)) / _seconds(alone)
+    shared = 2 * (alone.seconds - beside.seconds) / alone.seconds
     return replace(
         HOST,
-        planning_s=naming[0] + deciding[0],
-        id_s=naming[1] + deciding[1],
-        named_s=naming[2],
-        placed_s=deciding[2],
-        decided_s=deciding[3],
-        fetched_s=deciding[4],
+        planning_s=planning,
+        id_s=by_id,
+        named_s=by_row - placed,
+        placed_s=placed,
+        decided_s=decided,
+        fetched_s=fetched,
         serial=min(max(1.0 - shared, 0.0), 1.0),
         planner_threads=planner_threads("auto", world),
         launch_s=_launch_seconds(world.device),
         row_s=_row_seconds(dim),
         name="measured",
     )
-
-
-def _seconds(planned: Planned) -> float:
-    return planned.naming + planned.deciding
 
 
 def time_planner(
@@ -127,21 +121,18 @@ def time_planner(
         next(plans)
     steps = [_timed_plan(plans) for _ in range(_TIMED)]
     planner.threads.close()
-    naming, deciding = np.min([step[:2] for step in steps], axis=0).tolist()
-    rows, fetched = np.mean([step[2:] for step in steps], axis=0).tolist()
-    return Planned(len(batches[0].ids.values), rows, fetched, room > 0, naming, deciding)
+    seconds, rows, fetched = zip(*steps, strict=True)
+    ids = len(batches[0].ids.values)
+    return Planned(ids, float(np.mean(rows)), float(np.mean(fetched)), room > 0, min(seconds))
 
 
-def _timed_plan(plans: Iterator) -> tuple[float, float, float, float]:
-    """Of one more step: seconds on this thread's core, of naming and of deciding, distinct rows,
-    rows fetched."""
-    wall, core = time.perf_counter(), time.thread_time()
+def _timed_plan(plans: Iterator) -> tuple[float, int, int]:
+    """Of one more step: seconds on this thread's core, distinct rows, rows fetched."""
+    began = time.thread_time()
     flight = next(plans)
-    wall, core = time.perf_counter() - wall, time.thread_time() - core
+    taken = time.thread_time() - began
     (plan,) = flight.plans
-    deciding = sum(span.end - span.start for span in flight.spans if span.name == "plan")
-    share = min(deciding / wall, 1.0)
-    return core * (1 - share), core * share, plan.all_distinct, plan.misses
+    return taken, plan.all_distinct, plan.misses
 
 
 def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

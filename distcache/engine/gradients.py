@@ -220,13 +220,13 @@ def _all_in_order(touched: np.ndarray, rows: int) -> bool:
     return len(touched) == rows and bool((touched == np.arange(rows)).all())
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _places(features: int, samples: int) -> Tensor:
     """Where each bag comes out, sample by sample, int32 `[F * b]`; nobody writes to it."""
     return _by_sample(_ends_of_one(features * samples)[:-1], features, samples)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _ends_of_one(count: int) -> Tensor:
     """0, 1, ... `count`, int32: where so many bags of one id begin and end; nobody writes to it."""
     return torch.from_numpy(np.arange(count + 1, dtype=np.int32))

@@ -565,17 +565,19 @@ class Mover:
         bags = list(chain(*by_group))
         for of in (*flight.plans, *bags):
             of.mapped(note)
-        new = {key: tensor for key, tensor in every.items() if key not in self._common}
-        sent = all_to_device(list(new.values()), self._link.world.device)
-        there = {key: both[1] for key, both in self._common.items()}
-        there |= dict(zip(new, sent, strict=True))
-        common = [tensor for of in bags for tensor in of.common]
-        self._common = {id(tensor): (tensor, there[id(tensor)]) for tensor in common}
+        common = {id(tensor): tensor for of in bags for tensor in of.common}
+        kept = {key: both[1] for key, both in self._common.items() if key in common}
+        there, device = dict(kept), self._link.world.device
+        own = {key for key in every if key not in common}
+        for keys in (common.keys() - kept.keys(), own):  # what stays lies in memory of its own
+            new = all_to_device([every[key] for key in keys], device) if keys else []
+            there |= dict(zip(keys, new, strict=True))
+        self._common = {key: (tensor, there[key]) for key, tensor in common.items()}
 
         def moved(tensor: Tensor) -> Tensor:
             return there[id(tensor)]
 
         flight.dense, flight.labels = moved(flight.dense), moved(flight.labels)
         flight.where = [plan.mapped(moved) for plan in flight.plans]
-        flight.made += sent
+        flight.made += [flight.dense, flight.labels]
         return [[of.mapped(moved) for of in of_group] for of_group in by_group]

@@ -322,11 +322,7 @@ def put_rows(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
     rows', before anything is written.
     """
     check_rows(rows, len(target))
-    if values.shape != (len(rows), *target.shape[1:]) or values.dtype != target.dtype:
-        raise PlanError(
-            f"{values.dtype} values {list(values.shape)} for {len(rows)} rows of {target.dtype} "
-            f"{list(target.shape[1:])}"
-        )
+    check_values(target, rows, values)
     if len(rows):
         item = _item(target.shape[1] * target.itemsize)
         target.view(item)[:, 0].put(rows, values.view(item)[:, 0], mode="clip")
@@ -341,6 +337,17 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
         return target.index_copy_(0, rows.long(), values)
     put_rows(target.detach().numpy(), rows.numpy(), values.detach().numpy())
     return target
+
+
+def check_values(
+    target: Tensor | np.ndarray, rows: Tensor | np.ndarray, values: Tensor | np.ndarray
+) -> None:
+    """PlanError for `values` of another shape or dtype than that many `rows` of `target` have."""
+    if values.shape != (len(rows), *target.shape[1:]) or values.dtype != target.dtype:
+        raise PlanError(
+            f"{values.dtype} values {list(values.shape)} for {len(rows)} rows of {target.dtype} "
+            f"{list(target.shape[1:])}"
+        )
 
 
 def check_rows(rows: np.ndarray, limit: int, what: str = "row") -> None:

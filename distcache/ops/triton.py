@@ -160,6 +160,7 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """See `reference.put`."""
     if not (target.is_contiguous() and values.is_contiguous()):
         return reference.put(target, rows, values)
+    reference.check_values(target, rows, values)
     copy_rows(values.detach(), None, target.detach(), rows)
     return target
 

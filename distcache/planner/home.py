@@ -476,7 +476,7 @@ class HomePlanner(Planner):
         if popularity is not None and policy.ranking == "frequency":
             known.index[..., loops.HELD] += parts.spread(popularity)
         self._home, self._highest = known, 0
-        self._decided: HomeDecision | None = None
+        self._decided: HomeDecision | Exception | None = None
         self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._hold(np.full(slots, -1, np.int64), -1)
 
@@ -490,7 +490,7 @@ class HomePlanner(Planner):
     def due_rows(self) -> int:
         """See `Planner.due_rows`."""
         if self._decided is not None:
-            return len(self._decided.slots)
+            return 0 if isinstance(self._decided, Exception) else len(self._decided.slots)
         entry, parts = self._window[0], self.parts
         return entry.rows if self._fits(entry) else parts.enough(entry.local(parts))
 
@@ -522,16 +522,26 @@ class HomePlanner(Planner):
         if not decide or len(self._window) < 2 or not self._fits(self._window[0]):
             super()._take_in(named, decide)
             return
-        due, decided = self._begin()
+        try:
+            due, decided = self._begin()
+        except Exception as error:  # `plan` raises it, where it is told to others
+            self._decided = error
+            super()._take_in(named, decide)
+            return
         self.threads.share(
             self.parts.count, lambda a, b: loops.advance(self._home, a, b, named, due)
         )
-        self._decided = decided()
+        try:
+            self._decided = decided()
+        except Exception as error:
+            self._decided = error
 
     def plan(self) -> HomeDecision:
         """Decide the oldest ingested step. Raises StepTooLargeError and decides nothing when the
         distinct rows of a part exceed its slots."""
         found, self._decided = self._decided, None
+        if isinstance(found, Exception):
+            raise found
         if found is not None:
             return found
         entry = self._window[0]

@@ -29,7 +29,7 @@ LAST_WORD = 77
 """Exit code of the rank that vanishes in an exchange of rows."""
 
 NO_ROOM = "MemoryError: no room"
-LONE = ("apply", "gather", "load", "no data", "warm start", "plan", "plan, serial")
+LONE = ("apply", "gather", "load", "no data", "warm start", "plan", "plan, serial", "decide")
 LONE = dict.fromkeys(LONE, NO_ROOM) | {"model": "ValueError: the model fails in step 2"}
 """What fails on rank 1 alone, and its error."""
 
@@ -105,6 +105,7 @@ def lone(rank: int, size: int, name: str) -> dict:
         "no data": (mode.dense, "start_sum", 3),
         "warm start": (mode.rows[0], "gather_rows", 1),
         "plan": (mode.tables.planner, "_plan", 6),  # once all homes have decided the step
+        "decide": (mode.tables.planner.regions[0].planner._ranking, "learn", 6),
     }
     if rank == 1 and what in faults:
         fails_from(*faults[what])
