@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -151,7 +151,11 @@ class Threads:
         if self._pool is None or len(arguments) < 2:
             return [call(*of) for of in arguments]
         others = [self._pool.submit(call, *of) for of in arguments[1:]]
-        return [call(*arguments[0]), *(other.result() for other in others)]
+        try:
+            own = call(*arguments[0])
+        finally:
+            wait(others)  # whatever comes of this: they work on what this thread has
+        return [own, *(other.result() for other in others)]
 
     def close(self) -> None:
         """End the threads."""
