@@ -176,7 +176,9 @@ class OpenStep:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            # Behind what others have queued by the end of the pass: DDP may issue its own there.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end_of_backward))
 
     def _end_of_backward(self) -> None:
         if len(self._backed) == len(self.reads):
@@ -422,6 +424,10 @@ class CollectionTables:
         self.end_current()
         with torch.inference_mode(False), torch.no_grad():
             leaves = self.engine.open(flight)
+        # Whoever sums dense gradients (DDP) issues collectives of another group until backward has
+        # ended. NCCL wants one order of both on all ranks, so ours come before, or after that.
+        if self.engine.streams.asynchronous:
+            self.engine.settle(flight)
         self.engine.count(flight)
         self.current = OpenStep(self, flight, reads, leaves, frozen)
         if self.world.size > 1:  # `_check_frozen` listens; meanwhile nobody waits

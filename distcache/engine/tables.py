@@ -298,10 +298,15 @@ class CachedTables:
     def syncing(self, flight: Flight) -> Context[None]:
         """The exchange of a step's gradients with all ranks, after the moves that come before it
         in the order of the device group."""
+        self.settle(flight)
+        return self.stage(SYNC, flight)
+
+    def settle(self, flight: Flight) -> None:
+        """Wait until all moves that were let go are issued: what comes now comes after them in the
+        order of the device group."""
         if flight.stream is not None and self.world.size > 1:
             began = time.perf_counter()
             (flight.stream.settle() or flight).waited(began)
-        return self.stage(SYNC, flight)
 
     def start_sum(
         self, flight: Flight, gradients: Sequence[Tensor | None]
