@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from ebc_cases import Pooled, batches, cached, loss_of, mixed_configs, part
@@ -117,11 +116,6 @@ def test_a_collection_under_ddp_has_the_same_bits(guard: Path) -> None:
     assert len({digest for by_rank in found for digest in by_rank}) == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="rows of later steps move while DDP issues collectives of its own",
-)
 def test_a_collection_that_moves_rows_ahead_keeps_out_of_the_way_of_ddp(guard: Path) -> None:
     given = [SERIAL, *[{"rows": 260, "prefetch": prefetch} for prefetch in (1, 2, 3)]]
     found = run(guard, on_ranks, [(with_ddp, one) for one in given], 2)
