@@ -408,12 +408,17 @@ def current_world(
     nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()
     backend = "nccl" if nccl else "gloo"
 
-    def new_group(backend: str, members: Sequence[int] = range(size)) -> dist.ProcessGroup:
+    def new_group(
+        backend: str,
+        members: Sequence[int] = range(size),
+        bound: torch.device | None = None,
+    ) -> dist.ProcessGroup:
         return dist.new_group(
             [ranks[member] for member in members],
             timeout=timedelta(seconds=timeout_s),
             backend=backend,
             use_local_synchronization=process_group is not None,
+            device_id=bound,
         )
 
     host_group = new_group("gloo")
@@ -424,12 +429,16 @@ def current_world(
     shared = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared)
     announce_process(store, rank)
-    device_group, planning_group, node_group = new_group(backend), new_group("gloo"), None
+    bound = bound_device(backend, device, nodes)
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        bound = None  # new groups are bound to what that is
+    device_group = new_group(backend, bound=bound)
+    planning_group, node_group = new_group("gloo"), None
     if process_group is None:
         node_group = _node_group(nodes, backend, timedelta(seconds=timeout_s))
     elif nodes.count > 1:
         # Names of groups count those that a rank has: all ranks make one, alone on a node too.
-        node_group = new_group(backend, local)
+        node_group = new_group(backend, local, bound)
     return World(
         rank=rank,
         size=size,

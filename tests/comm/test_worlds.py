@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,30 @@ def test_communicators_are_made_at_once_and_several_start_in_order(monkeypatch) 
     monkeypatch.setenv(order, "0")
     bound_device("nccl", where, Nodes((2, 2)))
     assert os.environ[order] == "0", "what somebody has set stays"
+
+
+def bound_to(rank: int, size: int) -> list[tuple[str, torch.device | None]]:
+    """The backends of the groups that a world makes of somebody else's NCCL groups, and what they
+    are bound to; gloo's are made in their place."""
+    dist.init_process_group("gloo")
+    asked, make = [], dist.new_group
+
+    def made(ranks: list[int], backend: str, device_id: torch.device | None, **how: Any) -> Any:
+        asked.append((backend, device_id))
+        return make(ranks, backend="gloo", **how)
+
+    dist.new_group, dist.get_backend_config = made, lambda group: "cpu:gloo,cuda:nccl"
+    world = current_world(torch.device("cuda", 0), timeout_s=60)
+    dist.new_group = make
+    close_world(replace(world, backend="gloo"))
+    dist.destroy_process_group()
+    return asked
+
+
+def test_a_guests_communicator_is_made_at_once_too() -> None:
+    others = [("gloo", None)]
+    device = [("nccl", torch.device("cuda", 0))]
+    assert run_ranks(bound_to, 2) == [[*others, *device, *others]] * 2
 
 
 def test_what_need_not_be_the_same(caplog) -> None:
