@@ -25,6 +25,7 @@ from fake_device.fake_cuda import DEVICE
 from fake_device.process import run
 
 from distcache import lookahead, train
+from distcache.streams import Streams
 
 KEYS = """
     trainer.device=cuda trainer.backend=gloo trainer.steps=16 trainer.log_level=ERROR
@@ -109,9 +110,10 @@ def test_every_placement_has_the_bits_of_resident(
 
 
 def broken(call: dict[str, Any]) -> str:
-    """The state digest of `command` on a device whose streams lack the method `without`, which
-    then does nothing; or the error that this led to."""
-    with patch.object(fake_cuda.Stream, call["without"], lambda self, *args: None):
+    """The state digest of `command` where the method `without` of the device's streams, or of the
+    package's `Streams`, does nothing; or the error that this led to."""
+    of = Streams if hasattr(Streams, call["without"]) else fake_cuda.Stream
+    with patch.object(of, call["without"], lambda self, *args: None):
         try:
             return command(call)["state_digest"]
         except RuntimeError as error:
@@ -119,9 +121,9 @@ def broken(call: dict[str, Any]) -> str:
 
 
 def test_what_is_not_ordered_is_seen(guard: Path, tmp_path: Path) -> None:
-    """Without a stream's wait for an event, or the host's for a stream, numbers are wrong."""
+    """Without a stream's wait for an event, or the host's for one, numbers are wrong."""
     given = calls(tmp_path, [RESIDENT, keys(*ONE[0]), keys(*ONE[1])])
-    for call, without in zip(given, ("query", "synchronize", "wait_event"), strict=True):
+    for call, without in zip(given, ("query", "wait", "wait_event"), strict=True):
         call["without"] = without  # nobody asks a stream itself: this one is as it should be
     resident, staged, in_place = run(guard, broken, given)
     assert resident != staged
