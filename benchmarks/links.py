@@ -69,6 +69,7 @@ def measure(rate: str, words: Sequence[str]) -> str:
         folder = Path(name)
         out = folder / "measured.json"
         want = {"width": 16, "tables": 26, "batch": 2048, "optim": "sgd", "out": str(out)}
+        want["table_rows"] = [1000] * 26
         run_ranks(["-m", "distcache.cli.plan_run", json.dumps(want)], ends, folder)
         link = json.loads(out.read_text())["between"]
         gbits, ms = 8e-9 * link["bandwidth"], 1e3 * link["latency"]
