@@ -24,7 +24,6 @@ from fake_device.process import run
 from scenarios import Shaker
 
 from distcache import lookahead, train
-from distcache.streams import Streams
 
 KEYS = """
     trainer.device=cuda trainer.backend=gloo trainer.steps=16 trainer.log_level=ERROR
@@ -128,32 +127,7 @@ def test_every_placement_has_the_bits_of_resident(
 ) -> None:
     cases = [RESIDENT, *(keys(*case) for case in REST if ranks > 1 or case[3] == "replicated")]
     given = calls(tmp_path, cases, f"optim={optimizer}", "trainer.steps=24")
-<<<<<<< HEAD
     check(run(guard, command, given, ranks, under=[SCHEDULES[i % 3] for i in range(len(given))]))
-=======
-    check(run(guard, command, given, ranks=ranks))
-
-
-def broken(call: dict[str, Any]) -> str:
-    """The state digest of `command` where the method `without` of the device's streams, or of the
-    package's `Streams`, does nothing; or the error that this led to."""
-    of = Streams if hasattr(Streams, call["without"]) else fake_cuda.Stream
-    with patch.object(of, call["without"], lambda self, *args: None):
-        try:
-            return command(call)["state_digest"]
-        except RuntimeError as error:
-            return repr(error)
-
-
-def test_what_is_not_ordered_is_seen(guard: Path, tmp_path: Path) -> None:
-    """Without a stream's wait for an event, or the host's for one, numbers are wrong."""
-    given = calls(tmp_path, [RESIDENT, keys(*ONE[0]), keys(*ONE[1])])
-    for call, without in zip(given, ("query", "wait", "wait_event"), strict=True):
-        call["without"] = without  # nobody asks a stream itself: this one is as it should be
-    resident, staged, in_place = run(guard, broken, given)
-    assert resident != staged
-    assert resident != in_place
->>>>>>> train
 
 
 def drop_in(call: dict[str, Any]) -> tuple[list[float], str, int]:
