@@ -2,7 +2,7 @@
 
 Results go to arrays that the caller made; a loop allocates nothing. All that a loop needs stands in
 this file, for its machine code is kept on disk until this file changes: beside it, or in the user's
-cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes about a second, once per installation,
+cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes some seconds, once per installation,
 when this file is imported and never while one plans; from then on the code is loaded in
 milliseconds. Where nothing can be kept, each process compiles for itself.
 """
