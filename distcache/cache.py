@@ -115,8 +115,8 @@ class DeviceCache:
     on the host in NumPy: `slot_row` int64 `[C]` (row number, or FREE) and `dirty` bool `[C]`
     (changed since its fill). The bookkeeping advances when the method is called; the device follows
     in stream order. Slots and rows given to a method lie on the CPU, slots are distinct where they
-    are written. A slot that holds another row than it should raises PlanError, which
-    names both, before anything changes.
+    are written. A slot that holds another row than it should raises PlanError, which names both,
+    before anything changes.
     """
 
     def __init__(

@@ -72,8 +72,8 @@ class ShardPlan:
     """One rank's plan of the sharded rows of a step: cached by their homes alone.
 
     N: distinct sharded rows of this rank's ids, by home, then by first occurrence; H: those that
-    some rank named of this rank's home, in canonical order. Tensors lie on the
-    CPU, all int32, but row numbers int64.
+    some rank named of this rank's home, in canonical order. Tensors lie on the CPU, all
+    int32, but row numbers int64.
     """
 
     distinct: int

@@ -43,7 +43,7 @@ _ALIGNED = 512
 
 
 def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of CPU tensors on `device`, for which nobody waits: themselves where they lie there.
+    """Copies of CPU tensors on `device`, for which nobody waits; themselves if that is a CPU.
 
     All come with one copy, from memory that is pinned, and lie in one piece there.
     """
@@ -98,7 +98,7 @@ class DeviceBags:
     def of(
         cls, bags: GroupBags, plan: StepPlan, device: torch.device, counts: Sequence[int] = ()
     ) -> DeviceBags:
-        """Those of `plan` on the CPU, for lookups on `device`: `sent` brings them there."""
+        """Those of `plan`, on the CPU, for lookups on `device`: to be `mapped`, then `arranged`."""
         count, single = bags.offsets.shape[0] - 1, bags.single
         shape = samples, features = (count // max(bags.features, 1), bags.features)
         offsets, scale = bags.offsets, bags.scale

@@ -277,7 +277,8 @@ Divided = tuple[np.ndarray, list[int]]
 
 
 def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) -> ShardPlan:
-    """The plan from `parts`; `asked`: the sharded rows (int64) that this rank named, by home.
+    """The plan from `parts`; `asked`: the sharded rows (int32, as parts number them) that this rank
+    named, by home.
 
     A row that no step after `move_after` names before this one has its last value once movement may
     start, so it may travel then (BagPipe's rule, SOSP 2023, that only what the next step shares is
