@@ -8,7 +8,6 @@ loop here reads a loss at once: one that does orders all streams by itself.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ import torch
 from ebc_cases import Pooled, batches, cached, dense_optimizer, loss_of, mixed_configs, using
 from fake_device.fake_cuda import DEVICE
 from fake_device.process import run
+from fake_device.runs import digest_of
 from scenarios import Shaker
 
 from distcache import lookahead, train
@@ -158,8 +158,8 @@ def drop_in(call: dict[str, Any]) -> tuple[list[float], str, int]:
     state["losses"] = torch.stack(losses).cpu()
     written = ebc.summary()["rows_written_back"]
     ebc.close()
-    digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
-    return state["losses"].tolist(), digest.hexdigest(), written
+    digest = "".join(digest_of(state[name]) for name in sorted(state))
+    return state["losses"].tolist(), digest, written
 
 
 @contextlib.contextmanager
