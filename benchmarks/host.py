@@ -178,6 +178,7 @@ def constants(
     moves = [record for record in here if record["thread"] == "movement"]
     own_of_moves = fit([moved(step(r), r["ranks"]) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "byte_s", "moved_s"), own_of_moves, strict=True))
+    moving["byte_s"] += planner.byte_s  # on a CPU nothing is packed
     times = replace(times, training_s=float(np.median(training)), **moving)
     plans = [record for record in here if record["thread"] == "planning"]
     planned = [[step(r).time.threads.planner, math.log2(r["ranks"])] for r in plans]
@@ -273,8 +274,9 @@ SECTIONS = (
         "fitted to nine streams and caches without training beside them "
         "(`distcache.cli.host_times`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `byte_s` and `moved_s` are from the table above, its least "
-        "turns; `exchange_s` is what planners of several ranks take more on their cores: waiting "
-        "for the others is in none. "
+        "turns, and to `byte_s` comes what packing a byte for the device takes; `exchange_s` is "
+        "what planners of several ranks take more on their cores: waiting for the others is in "
+        "none. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),

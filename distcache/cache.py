@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcache.compiled import array, compiled, i8, in4, in8, out4, out8, types
 from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.ops import put
 from distcache.ops.reference import check_rows, take_rows
@@ -104,6 +105,59 @@ FREE = -1
 FOREIGN = -2
 """`slot_row` of a slot with a row of another rank's home, which alone keeps the number."""
 
+# -----------------------------------------------------------------------------
+# What slots hold, in compiled loops: C slots, `slot_row` int64 `[C]`, `dirty` bool `[C]`.
+
+_flags = array(types.boolean, True)
+
+
+@compiled(types.void(_flags, in4))
+def set_flags(flags: np.ndarray, slots: np.ndarray) -> None:
+    """Set the flags of `slots`, int32 `[m]`."""
+    for i in range(len(slots)):
+        flags[slots[i]] = True
+
+
+@compiled(i8(in8, in4, in8))
+def first_other(slot_row: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> int:
+    """The first of `slots`, int32 `[m]`, by place, that does not hold its one of `rows`, int64; m
+    where there is none."""
+    for i in range(len(slots)):
+        if slot_row[slots[i]] != rows[i]:
+            return i
+    return len(slots)
+
+
+@compiled(types.void(out8, _flags, in4, in8))
+def hold_rows(slot_row: np.ndarray, dirty: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
+    """Let `slots`, int32 `[m]`, hold `rows`, int64, clean."""
+    for i in range(len(slots)):
+        slot_row[slots[i]], dirty[slots[i]] = rows[i], False
+
+
+@compiled(i8(out8, _flags, in4, out4, out8))
+def free_slots(
+    slot_row: np.ndarray,
+    dirty: np.ndarray,
+    slots: np.ndarray,
+    left: np.ndarray,
+    left_rows: np.ndarray,
+) -> int:
+    """Free `slots`, int32 `[m]`. How many of them were dirty, which go to `left`, and their rows to
+    `left_rows`, both of `[m]`."""
+    count = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        if dirty[slot]:
+            left[count], left_rows[count] = slot, slot_row[slot]
+            count += 1
+        slot_row[slot], dirty[slot] = FREE, False
+    return count
+
+
+# -----------------------------------------------------------------------------
+# The slots.
+
 _WAY_OUT = "lower cache.rows (or cache.ratio, cache.bytes), or use more memory"
 
 
@@ -137,7 +191,7 @@ class DeviceCache:
         (two passes over its rows, in the thread that trains).
         """
         self._validate = validate
-        self._changed: deque[np.ndarray] = deque()
+        self._changed: deque[Index] = deque()
         self.dim, self.state_width, self.dtype = dim, state_width, dtype
         self.state_slots = state_slots
         self.device = torch.device(device)
@@ -153,7 +207,7 @@ class DeviceCache:
         looks next does so, before it frees or fills any: movement, or a flush while nothing moves.
         """
         while self._changed:
-            self._dirty[self._changed.popleft()] = True
+            set_flags(self._dirty, _numpy(self._changed.popleft(), np.int32))
         return self._dirty
 
     @property
@@ -182,21 +236,22 @@ class DeviceCache:
         the state of own rows alone, in their order. Pinned sources may be reused
         once the current stream is past this call.
         """
-        at, new = self._slots(slots), _numpy(rows)
-        held, own = self.slot_row[at], new != FOREIGN
-        taken = own & (held != FREE) & (held != FOREIGN) if self._validate else own[:0]
-        if taken.any():
-            i = int(np.argmax(taken))
-            raise PlanError(
-                f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put there"
-            )
-        self.slot_row[at] = new
-        self.dirty[at] = False  # a free slot is clean already, one of another home may not be
+        at, new = self._slots(slots), _numpy(rows, np.int64)
+        if self._validate:
+            held = self.slot_row[at]
+            taken = (new != FOREIGN) & (held != FREE) & (held != FOREIGN)
+            if taken.any():
+                i = int(np.argmax(taken))
+                raise PlanError(
+                    f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put "
+                    "there"
+                )
+        hold_rows(self.slot_row, self.dirty, at, new)  # one of another home may be dirty
         where = self._to_device(at) if where is None else where
         self._copy_in(self.weight, where, weight)
         if self.state is not None and state is not None:
             if self.state_slots is not None:
-                where = self._to_device(self.state_slots.of(at[own]))
+                where = self._to_device(self.state_slots.of(at[new != FOREIGN]))
             self._copy_in(self.state, where, state)
 
     def read(self, slots: Index) -> Tensor:
@@ -240,17 +295,14 @@ class DeviceCache:
         Returns (slots, rows) `[k]`, on the CPU: what must be written back. Their
         values stay readable (`read`) until the slots are filled again.
         """
-        at, expected = self._slots(slots), _numpy(rows)
-        wrong = self.slot_row[at] != expected
-        if wrong.any():
-            i = int(np.argmax(wrong))
+        at, expected = self._slots(slots), _numpy(rows, np.int64)
+        if (i := first_other(self.slot_row, at, expected)) < len(at):
             held = self.slot_row[at[i]]
             what = "is free" if held == FREE else f"holds row {held}"
             raise PlanError(f"slot {at[i]} {what}, but row {expected[i]} was to leave it")
-        dirty = self.dirty[at]
-        self.slot_row[at] = FREE
-        self.dirty[at] = False
-        return torch.from_numpy(at[dirty]), torch.from_numpy(expected[dirty])
+        left, left_rows = np.empty_like(at), np.empty_like(expected)
+        count = free_slots(self.slot_row, self.dirty, at, left, left_rows)
+        return torch.from_numpy(left[:count]), torch.from_numpy(left_rows[:count])
 
     def dirty_slots(self) -> Tensor:
         """Dirty slots, ascending, int64 on the CPU; their rows are `slot_row` there."""
@@ -258,7 +310,7 @@ class DeviceCache:
 
     def mark_dirty(self, slots: Index) -> None:
         """Mark `slots`, whose rows were changed in place on the device."""
-        self._changed.append(self._held(slots, "change") if self._validate else _numpy(slots))
+        self._changed.append(self._held(slots, "change") if self._validate else slots)
 
     def clean(self, slots: Index) -> None:
         """Mark `slots` as written back; they keep their rows."""
@@ -306,10 +358,9 @@ class DeviceCache:
         return weight, state
 
     def _slots(self, slots: Index) -> np.ndarray:
-        """`slots` as NumPy; PlanError for one outside [0, C)."""
-        at = _numpy(slots)
-        check_rows(at, len(self.slot_row), "slot")
-        return at
+        """`slots` as NumPy, int32; PlanError for one outside [0, C)."""
+        check_rows(np.asarray(slots), len(self.slot_row), "slot")
+        return _numpy(slots, np.int32)
 
     def _held(self, slots: Index, verb: str) -> np.ndarray:
         """`slots` as NumPy; PlanError for one that is free."""
@@ -338,5 +389,6 @@ def _copy_out(source: Tensor, where: Tensor, out: Tensor) -> None:
         take_rows(source.numpy(), where.numpy(), out.numpy())
 
 
-def _numpy(index: Index) -> np.ndarray:
-    return index.numpy() if isinstance(index, Tensor) else index
+def _numpy(index: Index, dtype: type[np.signedinteger]) -> np.ndarray:
+    """`index` in one piece and of `dtype`; itself where it is that."""
+    return np.ascontiguousarray(index.numpy() if isinstance(index, Tensor) else index, dtype)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distcache.compiled import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomeDecision, HomePlanner, Parts
-from distcache.planner.loops import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace

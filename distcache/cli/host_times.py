@@ -15,6 +15,7 @@ from distcache.comm.link import CollectiveCounters, Link
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, HostTimes
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.engine.gradients import packed
 from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
 from distcache.layout import TableSpec
@@ -37,6 +38,9 @@ _ROOMS = (0, 2, 6)
 
 _TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
 
+_PARCEL, _PIECES = 4 << 20, 16
+"""Bytes of a step's index tensors, and how many these are."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -54,8 +58,9 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     """`HOST` with what this machine takes in its place, for steps of `batch` samples with one id of
     each table, and rows of `dim` elements. For this rank alone; takes some ten seconds.
 
-    Own work of the training thread and of movement's, what an exchange of planners takes, and which
-    share of a row's time is its place in the plan, stay those of the table.
+    Own work of the training thread, and of movement's but for packing indices, what an exchange of
+    planners takes, and which share of a row's time is its place in the plan, stay those of the
+    table.
     """
     plan = partial(time_planner, world, table_rows, batch)
     found = [plan(stream, room) for stream in _STREAMS for room in _ROOMS]
@@ -76,6 +81,7 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         serial=min(max(1.0 - shared, 0.0), 1.0),
         planner_threads=planner_threads("auto", world),
         launch_s=_launch_seconds(world.device),
+        byte_s=_byte_seconds(),
         row_s=_row_seconds(dim),
         name="measured",
     )
@@ -171,6 +177,12 @@ def _launch_seconds(device: torch.device) -> float:
             value.add_(1.0)
 
     return _least(launch) / _CALLS
+
+
+def _byte_seconds() -> float:
+    """To pack a byte of the index tensors that go to the device."""
+    tensors = [torch.ones(_PARCEL // (4 * _PIECES), dtype=torch.int32) for _ in range(_PIECES)]
+    return _least(lambda: packed(tensors, pinned=False)) / _PARCEL
 
 
 def _row_seconds(dim: int) -> float:

@@ -27,7 +27,8 @@ from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link,
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
-from distcache.ops.reference import SegmentChunks
+from distcache.ops.reference import SegmentChunks, by_sample
+from distcache.planner.loops import counts_up
 from distcache.step_plan import Change, ShardPlan, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
@@ -49,19 +50,30 @@ def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     """
     if device.type != "cuda":
         return list(tensors)
-    ends = list(accumulate(-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors))
-    parcel = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=True)
-    starts = [0, *ends]
+    return unpacked(packed(tensors, pinned=True).to(device, non_blocking=True), tensors)
 
-    def views(memory: Tensor) -> list[Tensor]:
-        return [
-            memory[start : start + of.nbytes].view(of.dtype).view(of.shape)
-            for start, of in zip(starts, tensors, strict=False)
-        ]
 
-    for part, of in zip(views(parcel), tensors, strict=True):
+def packed(tensors: Sequence[Tensor], pinned: bool) -> Tensor:
+    """CPU tensors one after the other, as bytes."""
+    count = sum(map(_padded, tensors))
+    parcel = torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
+    for part, of in zip(unpacked(parcel, tensors), tensors, strict=True):
         np.copyto(part.numpy(), of.detach().numpy())
-    return views(parcel.to(device, non_blocking=True))
+    return parcel
+
+
+def unpacked(parcel: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a parcel, of the shapes and dtypes of the `tensors` that were packed."""
+    starts = accumulate(map(_padded, tensors), initial=0)
+    return [
+        parcel[start : start + of.nbytes].view(of.dtype).view(of.shape)
+        for start, of in zip(starts, tensors, strict=False)
+    ]
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes of a tensor in a parcel."""
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -105,9 +117,10 @@ class DeviceBags:
         bag_of = _places(features, samples)
         if not single:
             offsets, bag_of = offsets.int(), torch.from_numpy(bag_of.numpy()[bags.bag_of])
-            scale = None if scale is None else _by_sample(scale, samples, features)
+            scale = None if scale is None else by_sample(scale, samples, features)
         else:
             offsets = _ends_of_one(count)
+        every = len(plan.touched) == plan.leaf_rows and counts_up(plan.touched.numpy())
         return cls(
             shape=shape,
             single=single,
@@ -118,7 +131,7 @@ class DeviceBags:
             positions=plan.positions,
             order=plan.order,
             segments=plan.segments,
-            touched=None if _all_in_order(plan.touched.numpy(), plan.leaf_rows) else plan.touched,
+            touched=None if every else plan.touched,
             weights=bags.weights,
             scale=None if single else scale,
             chunks=ops.chunks_for(plan.segments, device),
@@ -141,7 +154,7 @@ class DeviceBags:
         """The same with `positions`, which a plan has feature by feature, as they are read."""
         if not self.single:
             return self
-        return replace(self, positions=_by_sample(self.positions, *self.shape))
+        return replace(self, positions=by_sample(self.positions, *self.shape))
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -215,32 +228,16 @@ def _ends(lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(ends)
 
 
-def _all_in_order(touched: np.ndarray, rows: int) -> bool:
-    """Whether all of so many leaf rows are touched, in their order."""
-    return len(touched) == rows and bool((touched == np.arange(rows)).all())
-
-
 @lru_cache(maxsize=32)
 def _places(features: int, samples: int) -> Tensor:
     """Where each bag comes out, sample by sample, int32 `[F * b]`; nobody writes to it."""
-    return _by_sample(_ends_of_one(features * samples)[:-1], features, samples)
+    return by_sample(_ends_of_one(features * samples)[:-1], features, samples)
 
 
 @lru_cache(maxsize=32)
 def _ends_of_one(count: int) -> Tensor:
     """0, 1, ... `count`, int32: where so many bags of one id begin and end; nobody writes to it."""
     return torch.from_numpy(np.arange(count + 1, dtype=np.int32))
-
-
-def _by_sample(values: Tensor, samples: int, features: int) -> Tensor:
-    """`values` of all bags, `[F * b, ...]` feature by feature, sample by sample.
-
-    On the CPU NumPy: a torch operation would start a pool of threads beside that of training.
-    """
-    if values.is_cuda:
-        return values.view(features, samples, *values.shape[1:]).transpose(0, 1).flatten(0, 1)
-    by_feature = values.numpy().reshape(features, samples, *values.shape[1:])
-    return torch.from_numpy(by_feature.swapaxes(0, 1).reshape(values.shape))
 
 
 class PooledLookup(torch.autograd.Function):

@@ -19,6 +19,7 @@ from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
+from distcache.planner.loops import counts_up
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
@@ -84,7 +85,7 @@ class GroupBags:
         """Whether every bag has one id, without a weight."""
         if self.weights is not None or len(self.ids) != self.offsets.shape[0] - 1:
             return False
-        return bool((np.diff(self.offsets.numpy()) == 1).all())
+        return counts_up(self.offsets.numpy())
 
     @property
     def rows(self) -> np.ndarray:

@@ -339,6 +339,17 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return target
 
 
+def by_sample(values: Tensor, samples: int, features: int) -> Tensor:
+    """`values` of all bags, `[F * b, ...]` feature by feature, sample by sample.
+
+    On the CPU NumPy: a torch operation would start a pool of threads beside that of training.
+    """
+    if values.is_cuda:
+        return values.view(features, samples, *values.shape[1:]).transpose(0, 1).flatten(0, 1)
+    by_feature = values.numpy().reshape(features, samples, *values.shape[1:])
+    return torch.from_numpy(by_feature.swapaxes(0, 1).reshape(values.shape))
+
+
 def check_values(
     target: Tensor | np.ndarray, rows: Tensor | np.ndarray, values: Tensor | np.ndarray
 ) -> None:

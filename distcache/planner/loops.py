@@ -1,54 +1,16 @@
-"""The planner's loops over ids and rows, compiled by Numba.
-
-Results go to arrays that the caller made; a loop allocates nothing. All that a loop needs stands in
-this file, for its machine code is kept on disk until this file changes: beside it, or in the user's
-cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes some seconds, once per installation,
-when this file is imported and never while one plans; from then on the code is loaded in
-milliseconds. Where nothing can be kept, each process compiles for itself.
-"""
+"""The planner's loops over ids and rows, see `distcache.compiled`."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import extending
 from numba.core import cgutils
 
-log = logging.getLogger(__name__)
+from distcache.compiled import array, compiled, i4, i8, in4, in8, out1, out4, out8, types
 
-_compiler: Any = numba  # which has no type stubs
-types = _compiler.types
-Loop = TypeVar("Loop", bound=Callable[..., Any])
-
-
-def compiled(*signatures: Any) -> Callable[[Loop], Loop]:
-    """Compile a loop for the only types that it is called with; it may allocate nothing."""
-
-    def compile_loop(loop: Loop) -> Loop:
-        options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
-        try:
-            return _compiler.njit(list(signatures), cache=True, **options)(loop)
-        except Exception as error:  # no folder can be written, a damaged file, a full disk
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.info("the machine code of %s is not kept: %s", loop.__name__, first)
-            return _compiler.njit(list(signatures), cache=False, **options)(loop)
-
-    return compile_loop
-
-
-def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
-    """The type of a contiguous array, which the loop may write or only reads."""
-    return types.Array(dtype, dimensions, "C", readonly=not written)
-
-
-i4, i8 = types.int32, types.int64
-in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
-out1 = array(types.uint8, True)
 in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
 in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
 
@@ -863,3 +825,12 @@ def find_sorted(
             if low < starts[bucket + 1] and known[low] == row:
                 place = low
         found[i] = place
+
+
+@compiled(types.boolean(in4), types.boolean(in8))
+def counts_up(values: np.ndarray) -> bool:
+    """Whether they are 0, 1, 2 and so on."""
+    wrong = 0
+    for i in range(len(values)):
+        wrong |= values[i] ^ i  # without a way out, so that it takes several at once
+    return wrong == 0

@@ -299,4 +299,4 @@ def test_the_package_alone_brings_no_numba() -> None:
 )
 def test_machine_code_is_kept_where_numba_is_told_if_it_can_be(broken: str, tmp_path) -> None:
     kept = kept_by(f"from numba.core import caching\n{broken}\n", NUMBA_CACHE_DIR=str(tmp_path))
-    assert kept == ([] if broken else sorted(f"loops.{name}" for name in NAMES))
+    assert set(kept) == (set() if broken else {f"loops.{name}" for name in NAMES})

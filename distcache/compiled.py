@@ -1,0 +1,48 @@
+"""Loops over index tensors, compiled by Numba: how, and the types that they are called with.
+
+Results go to arrays that the caller made; a loop allocates nothing, and other threads run
+meanwhile. All that a loop needs stands in its file, for its machine code is kept on disk until that
+file changes: beside it, or in the user's cache folder, or where $NUMBA_CACHE_DIR says. Compiling
+takes some seconds, once per installation, when a file of loops is imported and never while one
+plans; from then on the code is loaded in milliseconds. Where nothing can be kept, each process
+compiles for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+
+log = logging.getLogger(__name__)
+
+_compiler: Any = numba  # which has no type stubs
+types = _compiler.types
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+
+def compiled(*signatures: Any) -> Callable[[Loop], Loop]:
+    """Compile a loop for the only types that it is called with; it may allocate nothing."""
+
+    def compile_loop(loop: Loop) -> Loop:
+        options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
+        try:
+            return _compiler.njit(list(signatures), cache=True, **options)(loop)
+        except Exception as error:  # no folder can be written, a damaged file, a full disk
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.info("the machine code of %s is not kept: %s", loop.__name__, first)
+            return _compiler.njit(list(signatures), cache=False, **options)(loop)
+
+    return compile_loop
+
+
+def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
+    """The type of a contiguous array, which the loop may write or only reads."""
+    return types.Array(dtype, dimensions, "C", readonly=not written)
+
+
+i4, i8 = types.int32, types.int64
+in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
+out1 = array(types.uint8, True)
