@@ -175,9 +175,11 @@ FUSED_LAUNCHES = 15
 """In place of a group's, of tables whose lookup and update are one: with the sorts of their
 backward. An estimate."""
 
-INDEX_BYTES = (8, 12)
-"""Of index tensors that movement sends, for an id (its row's place, its place in the order of
-occurrences) and for a distinct row."""
+INDEX_BYTES = (8, 8, 4, 8)
+"""Of index tensors that movement sends: for an id (its row's place, its place in the order of
+occurrences), for a row of the plan (its slot, and again where it is fetched), for a row that the
+rank names (where its occurrences begin), and for one of these where there are several ranks (its
+place among all rows, and the home's own)."""
 
 
 def host_seconds(
@@ -194,7 +196,8 @@ def host_seconds(
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
     counts = {"id_s": ids, "named_s": demand.rank_rows, "placed_s": placed}
     counts |= {"decided_s": decided, "fetched_s": hits.fetched / world}
-    nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed
+    named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
+    nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     moved = (hits.fetched + hits.written_back) / world
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
     mover = threads.mover(MOVES + GROUP_MOVES * groups, nbytes, moved)

@@ -118,7 +118,8 @@ def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
         tables += [begin, end]
         sizes.append(len(segment))
         starts, lengths = first, counts
-    return SegmentChunks(torch.cat([*tables, rows]), tuple(sizes), chunk)
+    table = torch.cat([*tables, rows]).to(segments.dtype)
+    return SegmentChunks(table, tuple(sizes), chunk)
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from dataclasses import fields, replace
 import pytest
 from cost_cases import BAGS, BATCH, cluster, demand, settings
 
+from distcache.cli.compose import read_line
 from distcache.cli.host_times import fit
+from distcache.cli.plan_run import Options, parse_request
 from distcache.cost.cluster import (
     HOST,
     Cluster,
@@ -80,11 +82,21 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
             time = predicted(kind, HostTimes(**{key: 1e-9})).time
             assert time.threads.planner == pytest.approx(count * 1e-9), key
         nbytes = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
+        nbytes += (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
         assert whole.traffic.index_bytes == pytest.approx(nbytes)
         moved = fetched + whole.hits.written_back / 4
         mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-7, moved_s=9e-7)).time.threads.mover
         assert mover == pytest.approx(1e-9 * nbytes + 1e-6 * moved)
     assert HostTimes(decided_s=1.0).planner({"decided_s": 3.0}, 1) == 3.0
+
+
+def test_indices_of_a_large_step_keep_their_budget() -> None:
+    """Of Criteo Kaggle's tables, 16,384 samples of a rank: in all that a link or a GPU is given."""
+    keys = ("preset=criteo_kaggle", "batch=16384", "width=64", "optim=sgd", "cache_ratio=0.015")
+    for world, most in ((1, 4.5e6), (2, 5.5e6)):
+        line = read_line("plan", Options, (*keys, f"world_size={world}"))
+        found = predict(REPLICATED, *parse_request(line).on(world, 1))
+        assert 0.5 * most < found.traffic.index_bytes <= most
 
 
 def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> None:

@@ -69,9 +69,9 @@ class Device:
         self._dropped: list[Dropped] = []
         self._events: dict[int, Event] = {}
 
-    def count(self, what: str) -> None:
-        """Count one `what`, such as `launch` or `host wait`, of this thread."""
-        self.counts[what, threading.current_thread().name] += 1
+    def count(self, what: str, times: int = 1) -> None:
+        """Count one `what`, such as `launch` or `host wait`, of this thread, or some of them."""
+        self.counts[what, threading.current_thread().name] += times
 
     def current(self) -> Stream:
         """The stream that this thread's work goes to."""

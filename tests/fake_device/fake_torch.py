@@ -147,6 +147,7 @@ def copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     pinned = on_host.is_pinned()
     direction = "to device" if there else "to host"
     DEVICE.count(f"{direction}, {'pinned' if pinned else 'pageable'}")
+    DEVICE.count(f"bytes {direction}", on_host.nbytes)
     read = source if pinned else source.clone()
     _queue(Tensor.copy_, (to.host, read) if there else (to, source.host), {})
     if not non_blocking or not (pinned or there):

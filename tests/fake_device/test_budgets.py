@@ -244,5 +244,6 @@ def test_a_step_keeps_its_budget(guard: Path, ranks: int) -> None:
                 assert own <= OWN_LAUNCHES + EXCHANGE_LAUNCHES * (ranks > 1), (call, own)
                 assert 0 < step.pop("call") <= CALLS, call
                 assert sent <= COLLECTIVES * (ranks > 1), (call, sent)
-                # A trainer's loss and flags, 16 bytes of each rank, which are read two steps later.
-                assert step == ({"to host, pinned": 1} if call["loop"] is trainer else {}), call
+                # A trainer's loss and flags of each rank, which are read two steps later.
+                said = {"to host, pinned": 1, "bytes to host": 16 * ranks}
+                assert step == (said if call["loop"] is trainer else {}), call

@@ -17,6 +17,7 @@ from distcache.comm.world import close_world, open_world
 from distcache.cost.predict import (
     GROUP_LAUNCHES,
     GROUP_MOVES,
+    INDEX_BYTES,
     LAUNCHES,
     MOVES,
 )
@@ -68,3 +69,28 @@ def test_launches_are_those_that_are_counted(guard: Path) -> None:
     assert dlrm[1] == pytest.approx(MOVES + GROUP_MOVES, rel=0.25)
     assert two[0] - one[0] == pytest.approx(GROUP_LAUNCHES, abs=3)
     assert two[1] - one[1] == pytest.approx(GROUP_MOVES, abs=3)
+
+
+def sent(samples: int) -> tuple[float, float]:
+    """Bytes that movement brings to the device in all steps, beside the batch and rows, which it
+    reads in place; and those of indices that the cost model has."""
+    case = replace(ONE, global_batch=samples, skew=1.0)
+    world, settings = open_world("cuda", "gloo", 60), CachedSettings("data", (340,), 2, 1)
+    mode = make_mode(world, case, replace(settings, access="zero_copy"))
+    batches, rows = [case.batch(step) for step in range(STEPS)], 0
+    for step in mode.stream(iter(batches)):
+        rows += step.flight.plans[0].distinct
+        mode.train_step(step)
+    mode.close()
+    close_world(world)
+    total = DEVICE.counts["bytes to device", "distcache-movement"]
+    own = sum(batch.dense.nbytes + batch.labels.nbytes for batch in batches)
+    ids = [len(batch.ids.values) for batch in batches]
+    common = 4 * (2 * ids[0] + 1)  # once: what all batches have in common
+    by_row = INDEX_BYTES[1] + INDEX_BYTES[2]
+    return total - own - common, INDEX_BYTES[0] * sum(ids) + by_row * rows
+
+
+def test_indices_take_the_bytes_that_are_predicted(guard: Path) -> None:
+    (((own, predicted),),) = run(guard, sent, [16_384])
+    assert own == pytest.approx(predicted, rel=0.1)
