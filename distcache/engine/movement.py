@@ -29,6 +29,7 @@ from distcache.engine.step import (
 from distcache.ops import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import StepPlan, Transfer
+from distcache.store.old_rows import OldRows
 from distcache.store.rows import DirectRows, Rows, RowStore
 from distcache.streams import COPY_IN, Mark, Streams
 
@@ -195,6 +196,8 @@ class GroupRows:
         self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
         self.grown = False
         """Whether the slots lie in new memory, which other streams do not know of yet."""
+        self.old: OldRows | None = None
+        """Keeps what is about to be overwritten in the store, while somebody reads that."""
         self._access: Access | None = None
         widths = (cache.dim, cache.state_width)
         if store is not None and store.direct is not None:
@@ -400,6 +403,8 @@ class GroupRows:
         """Send slots to the store; see `write_back`."""
         if slots.shape[0] == 0 or self._access is None:
             return _nothing
+        if self.old is not None:
+            self.old.keep(rows)
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
         return self._access.put(rows, self.cache.read(slots))

@@ -416,7 +416,8 @@ class WholeTables:
         groups: Sequence[GroupRows],
         update: RowUpdate,
     ) -> None:
-        self._world, self._tables, self._groups, self._update = world, tables, groups, update
+        self._world, self._tables, self._update = world, tables, update
+        self._groups = list(groups)
         self._is_split = world.nodes.count > 1 and groups[0].store is not None
 
     def _find(self, table: int) -> tuple[GroupRows, int]:
@@ -478,6 +479,18 @@ class WholeTables:
                     if extra is not None:
                         state[f"tables.{table.name}.{name}"] = extra[:, columns]
         return state
+
+    def source(self, name: str) -> tuple[int, int, bool, slice]:
+        """Of a value of `state` on one node: its group, the first of its rows in the group's store,
+        whether it is state, and which columns of that, or of the weights, it is."""
+        for table, spec in enumerate(self._tables):
+            if (columns := self._columns(table).get(name)) is None:
+                continue
+            rows, place = self._find(table)
+            state = columns.start >= spec.dim
+            own = slice(columns.start - state * spec.dim, columns.stop - state * spec.dim)
+            return self._groups.index(rows), int(rows.group.layout.offsets[place]), state, own
+        raise PlanError(f"{name} is no value of a table")
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
