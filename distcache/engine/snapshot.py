@@ -35,12 +35,13 @@ class Snapshot:
         store = self._groups[group].store
         if store is None:
             raise DistcacheError(f"{name} lies on the device: it has no snapshot")
-        block = now.clone(memory_format=torch.contiguous_format)
+        # NumPy: torch would start a pool of threads for this one, beside that of training.
+        block = now.detach().numpy().copy()
         first += start
         last = first + len(now)
         for places, values in read_old(self._folder, group, store, first, last, state):
             block[places - first] = values[:, columns]
-        return block
+        return torch.from_numpy(block)
 
     @property
     def error(self) -> OSError | None:

@@ -105,7 +105,7 @@ def _piece_rows(store: RowStore) -> int:
 
 def read_old(
     folder: Path, group: int, store: RowStore, first: int, last: int, state: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Places from `first` to `last` of the store whose rows were overwritten, int64 `[m]`, and
     their old weights `[m, D]`, or their `state` `[m, S]`; by several records.
 
@@ -131,5 +131,5 @@ def read_old(
                         if len(read := file.read(nbytes)) < nbytes:
                             break
                         values = np.frombuffer(read, kind).reshape(count, widths[state])
-                        yield torch.from_numpy(places[at]), torch.from_numpy(values[at])
+                        yield places[at], values[at]
                     file.seek(after)
