@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from distcache.data.batch import Batch
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.optim import dense_optimizer
-from distcache.store.rows import block_rows, initial_rows
+from distcache.store.rows import draw_tables, put_block
 from distcache.trainer import build
 from distcache.versions import fbgemm_here, require_hybrid
 
@@ -122,15 +123,11 @@ class Yardstick(ABC, Contender):
     def update(self) -> None:
         """Apply the rows' gradients, where backward has not done it."""
 
-    @torch.no_grad()
     def initialise(self, weights: Sequence[Tensor]) -> None:
         """The modes' initial bits into every table's weight."""
         for index, (table, weight) in enumerate(zip(self.tables, weights, strict=True)):
-            size = block_rows(table.dim)
-            for start in range(0, table.rows, size):
-                stop = min(start + size, table.rows)
-                values = initial_rows(self.seed, index, table.rows, table.dim, start, stop)
-                weight[start:stop].copy_(values)
+            put = partial(put_block, weight.detach())
+            draw_tables(self.seed, [index], RowLayout([table], 1), put)
 
     def prepare(self, steps: int) -> None:
         """See `Contender.prepare`."""

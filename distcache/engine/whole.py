@@ -44,9 +44,10 @@ from distcache.store.rows import (
     ZERO_COPY,
     Rows,
     RowStore,
-    block_rows,
     create_stores,
+    draw_tables,
     initial_rows,
+    put_block,
 )
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
@@ -145,22 +146,13 @@ def _make_caches(
         size = (count, group.dim, width, settings.dtype, world.device)
         made.append(DeviceCache(*size, state_slots=own, validate=settings.validate))
         if settings.mode == "resident":
-            _initialise(group, made[-1], settings.seed, update.initial_state(group.dim))
+            # Every row in the slot of its own number, from the bits that a store would have.
+            put = partial(put_block, made[-1].weight)
+            draw_tables(settings.seed, group.tables, group.layout, put, world.local_size)
+            if made[-1].state is not None:
+                made[-1].state.fill_(update.initial_state(group.dim))
+            made[-1].slot_row[:] = np.arange(group.layout.rows)
     return made
-
-
-def _initialise(group: TableGroup, cache: DeviceCache, seed: int, state: float) -> None:
-    """Every row in the slot of its own number, from the bits that a store would have."""
-    size = block_rows(group.dim)
-    for place, table in enumerate(group.tables):
-        rows, offset = group.layout.tables[place].rows, int(group.layout.offsets[place])
-        for start in range(0, rows, size):
-            stop = min(start + size, rows)
-            block = initial_rows(seed, table, rows, group.dim, start, stop)
-            cache.weight[offset + start : offset + stop] = block.to(cache.weight)
-    if cache.state is not None:
-        cache.state.fill_(state)
-    cache.slot_row[:] = np.arange(group.layout.rows)
 
 
 def make_planner(

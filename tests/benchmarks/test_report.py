@@ -174,7 +174,7 @@ REFUSED = (
     (step, f"{SMALL} modes=bag trainer.dtype=float64", "float32"),
     (step, f"{SMALL} modes=data,uvm", "modes=uvm is FBGEMM's cache on a GPU: set device=cuda"),
     (step, f"{SMALL} modes=data ratio=0.001", "cache.rows="),
-    (step, f"{SMALL} modes=data,resident width=40000000", "modes=data,resident"),
+    (step, f"{SMALL} modes=data,resident widths=40000000", "modes=data,resident"),
     (step, f"{SMALL} warmup=50 warmup_most=10", "warmup_most=10"),
     (step, f"{SMALL} against=/nowhere modes=data", "against=/nowhere has no package distcache"),
     (step, f"{SMALL} against=. modes=mixed,fused", "modes=mixed,fused: against= takes data"),
