@@ -128,7 +128,11 @@ def turns_of(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
         contenders, bank = build_contenders(options.modes, config, world, only_tables)
         with closing(Turns(contenders, world, bank)) as turns:
             turns.warm_up(options.warmup, options.warmup_most)
-            return turns.take(options.repetitions, options.lead, options.steps)
+            records = turns.take(options.repetitions, options.lead, options.steps)
+            if world.device.type == "cuda":
+                for record in of_kind(records, "mode"):
+                    record["device"] = turns.at_work(record["mode"], options.steps)
+            return records
 
 
 class PooledMean(nn.Module):

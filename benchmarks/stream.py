@@ -199,27 +199,24 @@ class Turns:
             lambda repetition: self._prepare(lead + steps),
         )
         modes = [self._mode_record(self.contenders[name], turns) for name, turns in found.items()]
-        if self.world.device.type == "cuda":
-            for record in modes:
-                record["device"] = self._busy(self.contenders[record["mode"]], steps)
         values = {record["mode"]: record["turn_medians_ms"] for record in modes}
         pairs = [ratio_record(*pair, values) for pair in combinations(values, 2)]
         return [*records, *modes, *pairs]
+
+    def at_work(self, name: str, steps: int) -> dict[str, float]:
+        """What the device does in steps of one contender that no turn has; see `device_work`."""
+        self._prepare(steps)
+        with device_work(self.world.device, steps) as found:
+            for _ in range(steps):
+                self.contenders[name].step()
+            self._synchronise()
+        return found
 
     def go(self, name: str, steps: int) -> None:
         """Let one contender do some steps alone."""
         self._prepare(steps)
         for _ in range(steps):
             self.contenders[name].step()
-
-    def _busy(self, contender: Contender, steps: int) -> dict[str, float]:
-        """What the device did in steps of their own, which no turn has: `device_work`."""
-        self._prepare(steps)
-        with device_work(self.world.device, steps) as found:
-            for _ in range(steps):
-                contender.step()
-            self._synchronise()
-        return found
 
     def _prepare(self, steps: int) -> None:
         """Make the next `steps` batches, which all contenders will go through."""
