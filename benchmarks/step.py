@@ -54,8 +54,8 @@ class StepOptions:
         "who takes turns, each with its own tables: data moves rows beside the steps, serial is "
         "data without; replicated, home, sharded, mixed and auto are data with that placement, "
         "home with cache.state=home; table_wise, row_wise and column_wise are hybrid with that "
-        "sharding; uvm is FBGEMM's own cache of that many slots on a GPU, uvm_prefetch with the "
-        "next batch brought in ahead",
+        "sharding, torchrec is hybrid in TorchRec's own pipeline; uvm is FBGEMM's own cache of "
+        "that many slots on a GPU, uvm_prefetch with the next batch brought in ahead",
         among=ALL,
     )
     model: str = option("dlrm", "embeddings: next to no dense part", among=MODELS)

@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -70,6 +71,28 @@ class BatchBank:
             if step not in self._batches:
                 self._batches[step] = self._draw(step)
             return self._batches[step]
+
+
+_AHEAD = 2
+"""Steps that the host may be ahead of a GPU."""
+
+
+class Pace:
+    """Lets the host be no more steps ahead of a GPU than the package's own modes are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._issued: deque[torch.cuda.Event] = deque()
+
+    def keep(self) -> None:
+        """A step has been issued."""
+        if self._device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._issued.append(done)
+        if len(self._issued) > _AHEAD:
+            self._issued.popleft().synchronize()
 
 
 @contextmanager

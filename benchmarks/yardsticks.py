@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.stream import Contender, Feed
+from benchmarks.stream import Contender, Feed, Pace
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
@@ -32,9 +32,6 @@ from distcache.trainer import build
 from distcache.versions import fbgemm_here, require_hybrid
 
 log = logging.getLogger("distcache.benchmarks.step")
-
-_AHEAD = 2
-"""Steps that the host may be ahead of a GPU."""
 
 UVM = ("uvm", "uvm_prefetch")
 """FBGEMM's own cache, which is on a GPU."""
@@ -106,7 +103,7 @@ class Yardstick(ABC, Contender):
         self.tables, self.dense = parts[1], parts[2].to(world.device)
         self._feed = feed
         self._ready: deque[tuple[int, list[Tensor]]] = deque()
-        self._issued: deque[torch.cuda.Event] = deque()
+        self._pace = Pace(world.device)
         self.optim = build.optimizer_spec(config)
         dense_lr, self.lr = build.build_rates(config)(0)
         self._optimizer = dense_optimizer(self.dense.parameters(), self.optim.rows(), dense_lr)
@@ -148,19 +145,9 @@ class Yardstick(ABC, Contender):
         loss.backward()
         self.update()
         self._optimizer.step()
-        self._keep_pace()
+        self._pace.keep()
         loss = loss.detach()
         return lambda: loss.item()
-
-    def _keep_pace(self) -> None:
-        """Let the host be no more steps ahead of a GPU than the package's own modes are."""
-        if self.device.type != "cuda":
-            return
-        done = torch.cuda.Event()
-        done.record()
-        self._issued.append(done)
-        if len(self._issued) > _AHEAD:
-            self._issued.popleft().synchronize()
 
     def close(self) -> None:
         """See `Contender.close`."""

@@ -311,8 +311,10 @@ class HybridModel(nn.Module):
         return predict(self.dense, dense, vectors, self.amp)
 
 
-def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelParallel:
-    """The model under DistributedModelParallel: tables sharded, the dense part under DDP.
+def build(
+    world: World, spec: HybridSpec, dense: nn.Module, kind: type[HybridModel] = HybridModel
+) -> DistributedModelParallel:
+    """A model of this kind under DistributedModelParallel: tables sharded, dense part under DDP.
 
     Every local shard gets its rows of `initial_rows`, and its optimizer state the initial
     accumulator. `dense` is moved to the device. Learning rates start at 0. Collective.
@@ -338,7 +340,7 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     if own.name == "adam":
         options["beta1"], options["beta2"] = own.betas
     _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
-    model = HybridModel(ebc, dense.to(world.device), spec)
+    model = kind(ebc, dense.to(world.device), spec)
     plan = shared_plan(world, spec, ebc)
     dmp = DistributedModelParallel(
         model,

@@ -51,14 +51,14 @@ def bench(out, *arguments):
 
 
 def test_modes_take_turns_and_train_the_same_in_steady_eviction(tmp_path):
-    names = ("data", "resident", "host", "bag")
+    names = ("data", "resident", "host", "bag", "torchrec")
     _, records = bench(tmp_path / "step.md", f"modes={','.join(names)}")
     turns = of(records, "turn")
     order = [*((0, mode) for mode in names), *((1, mode) for mode in (*names[1:], names[0]))]
     assert [(turn["repetition"], turn["mode"]) for turn in turns] == order
     for turn in turns:
         assert len(turn["step_ms"]) == 3 and min(turn["step_ms"]) > 0
-        stages = set() if turn["mode"] == "bag" else STAGES | {"wait"}
+        stages = set() if turn["mode"] in ("bag", "torchrec") else STAGES | {"wait"}
         assert set(turn.get("stage_ms", {})) == stages
     modes, medians = {mode["mode"]: mode for mode in of(records, "mode")}, {}
     for name, mode in modes.items():
@@ -75,6 +75,7 @@ def test_modes_take_turns_and_train_the_same_in_steady_eviction(tmp_path):
     loss = modes["resident"]["loss"]
     assert modes["data"]["loss"] == modes["host"]["loss"] == loss
     assert modes["bag"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert modes["torchrec"]["loss"] == pytest.approx(loss, rel=1e-5)
     rows = modes["data"]["rows_per_step"]
     assert modes["data"]["steady_eviction"] is True
     assert rows["distinct"] > rows["misses"] == rows["evictions"] > 0
@@ -150,8 +151,7 @@ def two_ranks(rank, world_size, modes, out):
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
-    pytest.importorskip("torchrec")
-    out, modes = tmp_path / "two.md", "data,hybrid,resident,host"
+    out, modes = tmp_path / "two.md", "data,hybrid,torchrec,resident,host"
     assert run_ranks(two_ranks, 2, modes, str(out)) == [0, 0]
     head, records = read_report(out, step.BENCH)
     assert head["command"][:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -161,7 +161,7 @@ def test_two_ranks(tmp_path):
     assert data["world_size"] == 2
     assert data["rows_per_step"]["evictions"] > 0
     for name, mode in found.items():
-        close = 1e-5 if name == "hybrid" else 0.0
+        close = 1e-5 if name in ("hybrid", "torchrec") else 0.0
         assert mode["loss"] == pytest.approx(data["loss"], rel=close, abs=0.0)
 
 
