@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from distcache.comm.link import together
 from distcache.comm.world import current_world, has_group, require_group
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.settings import CacheSettings, Recipe, check_names
@@ -34,6 +37,13 @@ from distcache.engine.whole import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate
+from distcache.store.table_files import (
+    describe_start,
+    find_weights,
+    read_safetensors,
+)
+
+log = logging.getLogger(__name__)
 
 # -----------------------------------------------------------------------------
 # When the tables of a collection are made: as soon as its ranks are known.
@@ -430,6 +440,46 @@ class CachedCollection(nn.Module):
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
         self.tables.flush()
+
+    def export(
+        self,
+        folder: str | PathLike[str],
+        form: str = "safetensors",
+        tables: Iterable[str] | None = None,
+        rows: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write tables to files of rank 0, block by block; called by all ranks.
+
+        `form`: `safetensors`, or `parquet` with columns `id` and `vector`; `tables`: names; None:
+        all, or those of `rows`: the ids, int64, ascending and distinct, that are written of each,
+        for Parquet. Raises ConfigError for a table that is not there and what
+        `table_files.write_tables` raises.
+        """
+        own = self.tables
+        names = list(rows or tables or [spec.name for spec in own.tables])
+        self._known(names)
+        own.export(Path(folder), form, names, rows)
+
+    def init_from(
+        self, folder: str | PathLike[str], names: Mapping[str, str] | None = None
+    ) -> None:
+        """Let tables have the weights in the `*.safetensors` of a folder, which every rank reads
+        block by block; called by all ranks, and optimizer state stays as it is.
+
+        Table `t` is tensor `t` or `t.weight`, or one whose name ends with `.t.weight`;
+        `names={"t": "u"}`: look for u. A table may have more rows than the file, and tables may be
+        missing: these stay as they are, and rank 0 logs which. Raises ConfigError for weights of
+        another width or more rows, and DataError for a damaged file, on all ranks.
+        """
+        tables, found = self.tables, dict[int, Any]()
+
+        def find() -> None:
+            found.update(find_weights(read_safetensors(Path(folder)), tables.tables, names or {}))
+
+        together(tables.world, find)
+        tables.fill(found)
+        if tables.world.is_first:
+            log.info("from %s: %s", folder, describe_start(tables.tables, found))
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice."""

@@ -49,6 +49,7 @@ from distcache.store.rows import (
     initial_rows,
     put_block,
 )
+from distcache.store.table_files import Stored
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
 log = logging.getLogger(__name__)
@@ -399,7 +400,7 @@ _WAY_OUT = (
 
 class WholeTables:
     """Whole tables, where nothing is newer in the cache; every method is called by all ranks, but
-    for what says otherwise."""
+    for what says otherwise. `is_split`: no node has all rows of a table."""
 
     def __init__(
         self,
@@ -410,7 +411,7 @@ class WholeTables:
     ) -> None:
         self._world, self._tables, self._update = world, tables, update
         self._groups = list(groups)
-        self._is_split = world.nodes.count > 1 and groups[0].store is not None
+        self.is_split = world.nodes.count > 1 and groups[0].store is not None
 
     def _find(self, table: int) -> tuple[GroupRows, int]:
         """The rows of a table's group, and its index there."""
@@ -435,7 +436,7 @@ class WholeTables:
 
     def block(self, table: int, ids: range) -> Tensor | None:
         """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
-        if not self._is_split:
+        if not self.is_split:
             return self.local(table)[0][ids.start : ids.stop].cpu()
         wanted = [ids, *[range(0)] * (self._world.size - 1)]
         found = RowExchange(self._world, *self._store(table)).bring(wanted)[0]
@@ -455,7 +456,7 @@ class WholeTables:
         DistcacheError where a disk does not hold this rank's part.
         """
         state: dict[str, Any] = {}
-        if self._is_split:
+        if self.is_split:
             together(self._world, lambda: state.update(self._allocate(scratch)))
             for index in range(len(self._tables)):
                 own = {name: (state[name], at) for name, at in self._columns(index).items()}
@@ -487,7 +488,7 @@ class WholeTables:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Bring what `state` gave and a load filled to the stores; views have it already."""
-        for index in range(len(self._tables) if self._is_split else 0):
+        for index in range(len(self._tables) if self.is_split else 0):
             store, place = self._store(index)
             parts = [state[name].local_shards() for name in self._columns(index)]
             for number, ids in enumerate(blocks(self._shares(index), _row_bytes(store))):
@@ -575,6 +576,23 @@ class WholeTables:
         drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows).to(store.dtype)
         change(drawn)
         _write(store, place, slice(None), drawn, False)
+
+    def fill(self, table: int, source: Stored) -> None:
+        """Let the first rows of a table have the weights of `source`, `[rows, D]`; nothing may be
+        cached then. The ranks of a node share the reading."""
+        (rows, place), world = self._find(table), self._world
+        first, ranges = int(rows.group.layout.offsets[place]), source.ranges()
+        put = partial(put_block, rows.cache.weight)  # `resident`: a copy on every rank
+        if rows.store is not None:
+            put, ranges = rows.store.put, ranges[world.local_rank :: world.local_size]
+
+        def write() -> None:
+            for ids in ranges:
+                block = source.block(ids.start, ids.stop).to(rows.cache.weight.dtype)
+                put(first + ids.start, block.numpy())
+
+        with torch.no_grad():
+            together(world, write)
 
     def replace(self, parts: Sequence[Part], is_state: bool) -> None:
         """Let columns of whole tables, of their weights or their state, be `parts`; nothing may be
