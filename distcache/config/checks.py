@@ -457,9 +457,15 @@ def _check_device(config: Config, local_size: int) -> str:
     few = trainer.backend == "nccl" and gpus < local_size
     no_folder = trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir()
     wasted = trainer.amp != "off" and trainer.dtype != "float32"
+    source, names = trainer.init_from, trainer.init_names
     told: Refusals = {
         f"trainer.resume={trainer.resume} is no folder: give a run folder or one of its "
         "checkpoints/, auto or never": no_folder,
+        f"trainer.init_from={source} is no folder: give a run folder, one of its checkpoints/, or "
+        "a folder of *.safetensors": source is not None and not Path(source).is_dir(),
+        f"trainer.init_names={names}: give {{table: its name in trainer.init_from}}": (
+            names is not None and not (isinstance(names, Mapping) and source is not None)
+        ),
         f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products have 8 "
         "bits, float64 around them is wasted: use trainer.amp=off or trainer.dtype=float32": wasted,
         "trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu": (

@@ -52,6 +52,7 @@ from distcache.parallel.base import (
     stage_values,
 )
 from distcache.popularity.statistics import Popularity
+from distcache.store.table_files import Stored
 
 _MODEL, _OPTIMIZER = "dense.", "dense_optim."
 """What begins the names of the dense part's values in a checkpoint: `dense.<name>` of the model's
@@ -342,6 +343,11 @@ class CachedParallel(Parallel):
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
         return self.tables.whole_tables.block(table, range(start, stop))
+
+    def fill_table(self, table: int, source: Stored) -> None:
+        """See `Parallel.fill_table`. Raises PlanError once rows are cached."""
+        self.tables.require_unused()
+        self.tables.whole_tables.fill(table, source)
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""

@@ -304,8 +304,8 @@ def _check_shape(table: TableSpec, name: str, shape: Sequence[int]) -> None:
     if len(shape) != 2 or shape[1] != table.dim or shape[0] > table.rows:
         raise ConfigError(
             f"table {table.name!r} has {table.rows} rows x {table.dim} and cannot start from "
-            f"{name!r}, {' x '.join(map(str, shape))}: its width must be the same, and it must "
-            "have as many rows or more"
+            f"{name!r}, {' x '.join(map(str, shape))}: the width must be the same, and "
+            "the table must have as many rows or more"
         )
 
 

@@ -345,7 +345,7 @@ class BlockReader(FileSystemReader):
             return info.relative_path, info.offset, info.length
 
         for where, items in groupby(sorted(plan.items, key=place), place):
-            stored = self._load(*where)
+            stored = self.load_block(*where)
             for item in items:
                 target = planner.resolve_tensor(item).detach()
                 spans = zip(item.storage_offsets, item.lengths, strict=True)
@@ -358,7 +358,8 @@ class BlockReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _load(self, name: str, start: int, length: int) -> Tensor:
+    def load_block(self, name: str, start: int, length: int) -> Tensor:
+        """The tensor that is the block of a file from byte `start` on. Raises DataError."""
         data = self._manifest.block(self._folder, name, start, length)
         try:
             found = load_plain(data)
@@ -378,7 +379,7 @@ class BlockReader(FileSystemReader):
                 "the settings it was made with"
             )
         places = (stored[index] for index in found)
-        blocks = [self._load(at.relative_path, at.offset, at.length) for at in places]
+        blocks = [self.load_block(at.relative_path, at.offset, at.length) for at in places]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 

@@ -65,6 +65,7 @@ from distcache.trainer.schedule import (
     arrange,
     make_schedule,
 )
+from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
 logger = logging.getLogger(__name__)
@@ -376,6 +377,10 @@ class Run:
         try:
             with file_world(self.world, self.identity()) as files:
                 begun = self.resume(files)
+                want = self.config.trainer
+                if begun.folder is None and want.init_from is not None:
+                    where = Path(want.init_from), want.init_names or {}
+                    init_from(*where, self.mode, self.tables, self.world)
                 with self.saver(files, begun) as saver:
                     return self.go_on(begun.state, rates, saver)
         finally:
