@@ -26,7 +26,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distcache.comm.link import together
+from distcache.comm.link import on_first, together
 from distcache.comm.world import current_world, has_group, require_group
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.settings import CacheSettings, Recipe, check_names
@@ -38,9 +38,10 @@ from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate
 from distcache.store.table_files import (
-    describe_start,
+    Stored,
     find_weights,
     read_safetensors,
+    write_tables,
 )
 
 log = logging.getLogger(__name__)
@@ -390,7 +391,7 @@ class CachedCollection(nn.Module):
         """Train these tables again, from the next step on; see `freeze`."""
         self._frozen -= self._known(tables)
 
-    def _known(self, names: Sequence[str]) -> set[str]:
+    def _known(self, names: Iterable[str]) -> set[str]:
         known = [spec.name for spec in self._recipe.lookups.specs]
         for name in names:
             if name not in known:
@@ -445,41 +446,51 @@ class CachedCollection(nn.Module):
         self,
         folder: str | PathLike[str],
         form: str = "safetensors",
-        tables: Iterable[str] | None = None,
         rows: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write tables to files of rank 0, block by block; called by all ranks.
+        """Write tables to files, from rank 0's node; called by all ranks.
 
-        `form`: `safetensors`, or `parquet` with columns `id` and `vector`; `tables`: names; None:
-        all, or those of `rows`: the ids, int64, ascending and distinct, that are written of each,
-        for Parquet. Raises ConfigError for a table that is not there and what
-        `table_files.write_tables` raises.
+        `form`: `safetensors`, or `parquet` with columns `id` and `vector`; `rows`: of Parquet, the
+        tables that are written and their ids, int64, ascending and distinct; None: all. Raises
+        DistcacheError where files cannot be written, PlanError on several nodes, none of which has
+        whole tables: export a checkpoint there.
         """
-        own = self.tables
-        names = list(rows or tables or [spec.name for spec in own.tables])
-        self._known(names)
-        own.export(Path(folder), form, names, rows)
+        tables = self.tables
+        self._known(rows or ())
+        tables.flush()
+
+        def write() -> None:
+            found = {
+                spec.name: Stored.of(tables.whole.local(index)[0])
+                for index, spec in enumerate(tables.tables)
+                if rows is None or spec.name in rows
+            }
+            write_tables(Path(folder), form, found, rows)
+
+        on_first(tables.world, write)
 
     def init_from(
         self, folder: str | PathLike[str], names: Mapping[str, str] | None = None
     ) -> None:
-        """Let tables have the weights in the `*.safetensors` of a folder, which every rank reads
-        block by block; called by all ranks, and optimizer state stays as it is.
+        """Let tables have the weights in the `*.safetensors` of a folder, which every node reads
+        block by block; called by all ranks. Optimizer state stays.
 
         Table `t` is tensor `t` or `t.weight`, or one whose name ends with `.t.weight`;
-        `names={"t": "u"}`: look for u. A table may have more rows than the file, and tables may be
-        missing: these stay as they are, and rank 0 logs which. Raises ConfigError for weights of
-        another width or more rows, and DataError for a damaged file, on all ranks.
+        `names={"t": "u"}`: look for u. Rows and tables that are not in the files stay as they are;
+        the log of rank 0 lists them. Raises ConfigError for another width or more rows, and
+        DataError for damaged files, on all ranks.
         """
-        tables, found = self.tables, dict[int, Any]()
+        tables, found, said = self.tables, dict[int, Stored](), ""
 
         def find() -> None:
-            found.update(find_weights(read_safetensors(Path(folder)), tables.tables, names or {}))
+            nonlocal said
+            weights, said = find_weights(read_safetensors(Path(folder)), tables.tables, names or {})
+            found.update(weights)
 
         together(tables.world, find)
         tables.fill(found)
         if tables.world.is_first:
-            log.info("from %s: %s", folder, describe_start(tables.tables, found))
+            log.info("from %s: %s", folder, said)
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice."""

@@ -15,23 +15,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from distcache.comm.link import (
-    PLANNING,
-    agree_on,
-    agree_on_versions,
-    host_link,
-    on_first,
-    together,
-)
+from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
@@ -58,7 +48,7 @@ from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
-from distcache.store.table_files import Stored, chosen, write_tables
+from distcache.store.table_files import Stored
 from distcache.streams import COMPUTE, Mark
 
 if TYPE_CHECKING:
@@ -612,43 +602,6 @@ class CollectionTables:
         self.engine.forget()
         for index, source in found.items():
             self.whole.fill(index, source)
-
-    def export(
-        self,
-        folder: Path,
-        form: str,
-        names: Sequence[str],
-        rows: Mapping[str, np.ndarray] | None,
-    ) -> None:
-        """Flush, and let rank 0 write tables, see `table_files.write_tables`."""
-        self.flush()
-        tables = {}
-        for index, table in enumerate(self.tables):
-            if table.name in names:
-                block = partial(self._block, index)
-                tables[table.name] = Stored((table.rows, table.dim), self.settings.dtype, block)
-
-        def write() -> None:
-            write_tables(folder, form, tables, rows)
-
-        if not self.whole.is_split:
-            on_first(self.world, write)
-            return
-        try:  # block by block, all ranks send what they have of it to the first
-            if self.world.is_first:
-                write()
-                return
-            for name, table in tables.items():
-                for block, _ in chosen(table, None if rows is None else rows[name]):
-                    table.block(block.start, block.stop)
-        except BaseException as error:
-            self.failed(error)
-            raise
-
-    def _block(self, table: int, start: int, stop: int) -> Tensor:
-        """Rows of a table on rank 0; on others they may be none."""
-        rows = self.whole.block(table, range(start, stop))
-        return torch.empty(0) if rows is None else rows
 
     def _let_go(self) -> None:
         """Between two steps: bring all rows to the stores, and plan none ahead."""

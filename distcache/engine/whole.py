@@ -400,7 +400,7 @@ _WAY_OUT = (
 
 class WholeTables:
     """Whole tables, where nothing is newer in the cache; every method is called by all ranks, but
-    for what says otherwise. `is_split`: no node has all rows of a table."""
+    for what says otherwise."""
 
     def __init__(
         self,
@@ -411,7 +411,7 @@ class WholeTables:
     ) -> None:
         self._world, self._tables, self._update = world, tables, update
         self._groups = list(groups)
-        self.is_split = world.nodes.count > 1 and groups[0].store is not None
+        self._is_split = world.nodes.count > 1 and groups[0].store is not None
 
     def _find(self, table: int) -> tuple[GroupRows, int]:
         """The rows of a table's group, and its index there."""
@@ -436,7 +436,7 @@ class WholeTables:
 
     def block(self, table: int, ids: range) -> Tensor | None:
         """Rows `ids` of a table, `[n, D]` on the CPU, on rank 0; None or the same on others."""
-        if not self.is_split:
+        if not self._is_split:
             return self.local(table)[0][ids.start : ids.stop].cpu()
         wanted = [ids, *[range(0)] * (self._world.size - 1)]
         found = RowExchange(self._world, *self._store(table)).bring(wanted)[0]
@@ -457,7 +457,7 @@ class WholeTables:
         DistcacheError where a disk does not hold this rank's part.
         """
         state: dict[str, Any] = {}
-        if self.is_split:
+        if self._is_split:
             together(self._world, lambda: state.update(self._allocate(scratch)))
             for index in range(len(self._tables)):
                 own = {name: (state[name], at) for name, at in self._columns(index).items()}
@@ -489,7 +489,7 @@ class WholeTables:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Bring what `state` gave and a load filled to the stores; views have it already."""
-        for index in range(len(self._tables) if self.is_split else 0):
+        for index in range(len(self._tables) if self._is_split else 0):
             store, place = self._store(index)
             parts = [state[name].local_shards() for name in self._columns(index)]
             for number, ids in enumerate(blocks(self._shares(index), _row_bytes(store))):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +44,11 @@ class Stored:
     dtype: torch.dtype
     block: Callable[[int, int], Tensor]
 
+    @classmethod
+    def of(cls, values: Tensor) -> Stored:
+        """A tensor that is in memory."""
+        return cls(tuple(values.shape), values.dtype, lambda start, stop: values[start:stop])
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -59,101 +63,11 @@ class Stored:
 # -----------------------------------------------------------------------------
 # Writing: a file has its name once it is whole.
 
-
-@contextmanager
-def _new_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
-    """A file that takes the name `path`, in place of an older one, when it is on the disk.
-
-    Raises DistcacheError where it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if nbytes > (free := shutil.disk_usage(path.parent).free):
-            raise DistcacheError(
-                f"{path} takes {describe_bytes(nbytes)}, and {path.parent} has "
-                f"{describe_bytes(free)} free: make room there, or write to another folder"
-            )
-        try:
-            with unfinished.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise DistcacheError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""safetensors' names of the dtypes that weights have."""
-
-
-def write_safetensors(folder: Path, name: str, table: Stored) -> Path:
-    """Write `table` as tensor `<name>.weight` to `<name>.safetensors` in `folder`; the file."""
-    path, kind = folder / f"{quote(name, safe='')}.safetensors", _name_of(table.dtype)
-    place = {"dtype": kind, "shape": table.shape, "data_offsets": (0, table.nbytes)}
-    header = json.dumps({"__metadata__": {"format": "pt"}, f"{name}.weight": place}).encode()
-    header += b" " * (-len(header) % 8)  # tensors lie at multiples of 8 bytes
-    with _new_file(path, 8 + len(header) + table.nbytes) as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        for rows in table.ranges():
-            file.write(table.block(rows.start, rows.stop).contiguous().numpy().data)
-    return path
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return next(name for name, own in _DTYPES.items() if own == dtype)
-
-
-def write_parquet(folder: Path, name: str, table: Stored, ids: np.ndarray | None = None) -> Path:
-    """Write rows of `table` to `<name>.parquet` in `folder`, a row group for each block; the file.
-
-    Columns: `id`, int64, and `vector`, a list of D float32. `ids`, int64, ascending and distinct:
-    which rows; None: all. Raises ConfigError without pyarrow.
-    """
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ConfigError(f"Parquet needs pyarrow ({error}): install distcache[data]") from error
-    path, width = folder / f"{quote(name, safe='')}.parquet", table.shape[1]
-    schema = pa.schema([("id", pa.int64()), ("vector", pa.list_(pa.float32(), width))])
-    count = table.shape[0] if ids is None else len(ids)
-    with _new_file(path, count * (8 + 4 * width)) as file:
-        writer = parquet.ParquetWriter(
-            file, schema, use_dictionary=False, write_page_checksum=True, compression="zstd"
-        )
-        with writer:
-            for rows, own in chosen(table, ids):
-                block = table.block(rows.start, rows.stop)[torch.from_numpy(own - rows.start)]
-                flat = pa.array(block.float().reshape(-1).numpy())
-                vectors = pa.FixedSizeListArray.from_arrays(flat, width)
-                writer.write_table(pa.table([pa.array(own), vectors], schema))
-    return path
-
-
-def chosen(table: Stored, ids: np.ndarray | None = None) -> Iterator[tuple[range, np.ndarray]]:
-    """Ranges of rows, each at most a block, that have any of `ids` (None: all), and which, int64
-    `[m]`."""
-    for rows in table.ranges():
-        if ids is None:
-            yield rows, np.arange(rows.start, rows.stop)
-            continue
-        first, last = np.searchsorted(ids, (rows.start, rows.stop))
-        if last > first:
-            own = ids[first:last]
-            yield range(int(own[0]), int(own[-1]) + 1), own
-
-
 FORMATS = ("safetensors", "parquet")
 """What tables are written as."""
+
+_DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+"""safetensors' names of the dtypes that weights have."""
 
 
 def write_tables(
@@ -164,61 +78,110 @@ def write_tables(
 ) -> None:
     """Write tables to `folder`, each to a file of its own, in a format of `FORMATS`.
 
-    `rows`: the ids of each table as of `write_parquet`, for Parquet alone; None: all. Raises
-    ConfigError for another format, DistcacheError where a file cannot be written.
+    `rows`: of Parquet, the ids of each table that are written, int64, ascending and distinct; None:
+    all. Raises ConfigError for another format, DistcacheError where a file cannot be written.
     """
     if form not in FORMATS or (rows is not None and form != "parquet"):
         raise ConfigError(
             f"format={form}: give one of {', '.join(FORMATS)}; parquet for chosen rows"
         )
     for name, table in tables.items():
-        if form == "parquet":
-            path = write_parquet(folder, name, table, None if rows is None else rows[name])
-        else:
-            path = write_safetensors(folder, name, table)
+        path = folder / f"{quote(name, safe='')}.{form}"
+        with _new_file(path) as file:
+            if form == "parquet":
+                _write_parquet(file, table, None if rows is None else rows[name])
+            else:
+                _write_safetensors(file, f"{name}.weight", table)
         log.info("%s: %s", path, describe_bytes(path.stat().st_size))
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `path`, in place of an older one, when it is on the disk."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise DistcacheError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_safetensors(file: BinaryIO, name: str, table: Stored) -> None:
+    kind = next(name for name, own in _DTYPES.items() if own == table.dtype)
+    place = {"dtype": kind, "shape": table.shape, "data_offsets": (0, table.nbytes)}
+    header = json.dumps({"__metadata__": {"format": "pt"}, name: place}).encode()
+    header += b" " * (-len(header) % 8)  # tensors lie at multiples of 8 bytes
+    file.write(struct.pack("<Q", len(header)) + header)
+    for rows in table.ranges():
+        file.write(table.block(rows.start, rows.stop).contiguous().numpy().data)
+
+
+def _write_parquet(file: BinaryIO, table: Stored, ids: np.ndarray | None) -> None:
+    """Columns `id`, int64, and `vector`, a list of D float32, with a row group for each block."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"Parquet needs pyarrow ({error}): install distcache[data]") from error
+    width = table.shape[1]
+    schema = pa.schema([("id", pa.int64()), ("vector", pa.list_(pa.float32(), width))])
+    how: dict[str, Any] = {"use_dictionary": False, "write_page_checksum": True}
+    with parquet.ParquetWriter(file, schema, compression="zstd", **how) as writer:
+        for rows in table.ranges():
+            own = np.arange(rows.start, rows.stop)
+            if ids is not None:
+                own = ids[slice(*np.searchsorted(ids, (rows.start, rows.stop)))]
+            if len(own):
+                block = table.block(rows.start, rows.stop)[torch.from_numpy(own - rows.start)]
+                flat = pa.array(block.float().reshape(-1).numpy())
+                vectors = pa.FixedSizeListArray.from_arrays(flat, width)
+                writer.write_table(pa.table([pa.array(own), vectors], schema))
 
 
 def read_ids(path: Path, rows: int) -> np.ndarray:
     """The ids that a file names, int64, ascending and distinct: one a line, or column `id` of
     Parquet. Raises DataError for what is no id of a table of `rows` rows."""
-    way_out = f"give a text file with one id, 0 to {rows - 1}, a line, or Parquet with a column id"
     try:
-        data = path.read_bytes()
-        if data[:4] == b"PAR1":
+        if (data := path.read_bytes())[:4] == b"PAR1":
             from pyarrow import parquet
 
             found = parquet.read_table(path, columns=["id"])["id"].to_numpy()
         else:
-            found = np.array(data.split())
-        if len(found):
-            found = found.astype(np.int64, casting="unsafe" if found.dtype.kind == "S" else "safe")
+            found = np.array([int(line) for line in data.split()], np.int64)
+        ids = np.unique(found.astype(np.int64, casting="safe"))
+        if len(ids) and not 0 <= ids[0] <= ids[-1] < rows:
+            raise ValueError(f"it names {ids[0]} to {ids[-1]}")
     except (OSError, ArithmeticError, ValueError, TypeError, LookupError, ImportError) as error:
-        raise DataError(f"rows={path} cannot be read ({error}): {way_out}") from error
-    ids = np.unique(found).astype(np.int64)
-    if len(ids) and (ids[0] < 0 or ids[-1] >= rows):
-        wrong = ids[0] if ids[0] < 0 else ids[-1]
-        raise DataError(f"rows={path} names id {wrong} of a table of {rows} rows: {way_out}")
+        raise DataError(
+            f"rows={path} cannot be used ({error}): give a text file with one id, 0 to "
+            f"{rows - 1}, a line, or Parquet with a column id"
+        ) from error
     return ids
 
 
 # -----------------------------------------------------------------------------
-# Reading.
+# Reading, and which of the tensors that are there a table starts from.
 
 
 def read_safetensors(folder: Path) -> dict[str, Stored]:
     """The tensors of weights in all `*.safetensors` files of a folder, by name, to be read later.
 
-    Raises ConfigError where there are none, DataError for a file that is damaged, and for a name
-    that two files have.
+    Raises ConfigError where there are none, DataError for a damaged file.
     """
     found: dict[str, Stored] = {}
-    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in _tensors(path).items():
-            if name in files:
-                raise DataError(f"{path} and {files[name]} both have {name!r}: leave one of them")
-            found[name], files[name] = tensor, path
+        try:
+            found |= _tensors(path)
+        except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is no whole safetensors file ({error}): write it anew"
+            ) from error
     if not found:
         raise ConfigError(f"{folder} has no *.safetensors with weights: give a folder that has")
     return found
@@ -226,26 +189,21 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
 
 def _tensors(path: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            room = os.fstat(file.fileno()).st_size - 8 - length
-            if room < 0:
-                raise ValueError(f"a header of {length} bytes goes beyond its end")
-            header = json.loads(file.read(length))
-        for name, place in header.items():
-            if name == "__metadata__" or place["dtype"] not in _DTYPES or not place["shape"]:
-                continue
-            dtype, shape = _DTYPES[place["dtype"]], tuple(place["shape"])
-            begin, end = place["data_offsets"]
-            size = prod(shape) * dtype.itemsize
-            whole = all(isinstance(number, int) and number >= 0 for number in (begin, *shape))
-            if not whole or begin + size != end or end > room:
-                raise ValueError(f"{name} is not where its header says")
-            block = partial(_read_block, path, 8 + length + begin, shape, dtype)
-            found[name] = Stored(shape, dtype, block)
-    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no whole safetensors file ({error}): write it anew") from error
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        room = os.fstat(file.fileno()).st_size - 8 - length
+        if room < 0:
+            raise ValueError(f"a header of {length} bytes goes beyond its end")
+        header = json.loads(file.read(length))
+    for name, place in header.items():
+        if name == "__metadata__" or place["dtype"] not in _DTYPES or not place["shape"]:
+            continue
+        dtype, shape, (begin, end) = _DTYPES[place["dtype"]], place["shape"], place["data_offsets"]
+        whole = all(isinstance(number, int) and number >= 0 for number in (begin, *shape))
+        if not whole or begin + prod(shape) * dtype.itemsize != end or end > room:
+            raise ValueError(f"{name} is not where its header says")
+        block = partial(_read_block, path, 8 + length + begin, shape, dtype)
+        found[name] = Stored(tuple(shape), dtype, block)
     return found
 
 
@@ -262,61 +220,45 @@ def _read_block(
     return torch.frombuffer(data, dtype=dtype).view(stop - start, *shape[1:])
 
 
-# -----------------------------------------------------------------------------
-# Which of the tensors that are there a table starts from.
-
-
 def find_weights(
     stored: Mapping[str, Stored], tables: Sequence[TableSpec], names: Mapping[str, Any]
-) -> dict[int, Stored]:
-    """The weights of tables among `stored`, by index of the table.
+) -> tuple[dict[int, Stored], str]:
+    """The weights of tables among `stored`, by index of the table; and in words, which tables
+    start from them, and which, or which of their rows, do not.
 
     Table `t` is tensor `t` or `t.weight`, or the one whose name ends with `.t.weight`, as in the
     `state_dict` of a model; `names[t]` is a name in place of t. Raises ConfigError for a tensor of
-    another width or with more rows than the table, for names that are not there or not of one
-    tensor alone, and where no table is found.
+    another width or with more rows than the table, for names that are not of one tensor alone, and
+    where no table is found.
     """
-    if unknown := sorted(set(names) - {table.name for table in tables}):
-        known = ", ".join(table.name for table in tables)
-        raise ConfigError(f"names of tables {unknown} that are not there: there are {known}")
     found: dict[int, Stored] = {}
+    grown, drawn = [], []
+    unknown = set(names) - {table.name for table in tables}
     for index, table in enumerate(tables):
         name = str(names.get(table.name, table.name))
-        exact = [own for own in (f"{name}.weight", name) if own in stored]
-        fitting = exact[:1] or [own for own in stored if own.endswith(f".{name}.weight")]
+        fitting = [own for own in (name, f"{name}.weight") if own in stored]
+        fitting = fitting or [own for own in stored if own.endswith(f".{name}.weight")]
         if len(fitting) > 1 or (table.name in names and not fitting):
-            raise ConfigError(
-                f"table {table.name!r}: {name!r} is {len(fitting)} of the stored tensors "
-                f"({', '.join(sorted(fitting or stored)[:5])} ...): name one of them"
-            )
-        if fitting:
+            unknown.add(name)
+        elif not fitting:
+            drawn.append(table.name)
+        else:
+            rows, *widths = stored[fitting[0]].shape
+            if widths != [table.dim] or rows > table.rows:
+                raise ConfigError(
+                    f"table {table.name!r} has {table.rows} rows x {table.dim} and cannot start "
+                    f"from {fitting[0]!r}, {' x '.join(map(str, (rows, *widths)))}: the width must "
+                    "be the same, and the table must have as many rows or more"
+                )
+            if rows < table.rows:
+                grown.append(f"{table.name} (the first {rows:,} of {table.rows:,} rows)")
             found[index] = stored[fitting[0]]
-            _check_shape(table, fitting[0], found[index].shape)
-    if not found:
+    if unknown or not found:
         raise ConfigError(
-            f"none of the tables {', '.join(table.name for table in tables[:5])} is among "
-            f"{', '.join(sorted(stored)[:5])}: say by names which is which"
+            f"{', '.join(sorted(unknown or set(drawn)))}: not one table and one stored tensor; "
+            f"tables are {', '.join(table.name for table in tables[:9])}, and stored is "
+            f"{', '.join(sorted(stored)[:9])}"
         )
-    return found
-
-
-def _check_shape(table: TableSpec, name: str, shape: Sequence[int]) -> None:
-    if len(shape) != 2 or shape[1] != table.dim or shape[0] > table.rows:
-        raise ConfigError(
-            f"table {table.name!r} has {table.rows} rows x {table.dim} and cannot start from "
-            f"{name!r}, {' x '.join(map(str, shape))}: the width must be the same, and "
-            "the table must have as many rows or more"
-        )
-
-
-def describe_start(tables: Sequence[TableSpec], found: Mapping[int, Stored]) -> str:
-    """In words, which tables start from stored weights and which, or which rows, do not."""
-    grown = [
-        f"{table.name} (the first {found[at].shape[0]:,} of {table.rows:,} rows)"
-        for at, table in enumerate(tables)
-        if at in found and found[at].shape[0] < table.rows
-    ]
-    drawn = [table.name for at, table in enumerate(tables) if at not in found]
     said = f"{len(found)} of {len(tables)} tables"
     said += f"; grown: {', '.join(grown)}" if grown else ""
-    return said + (f"; not stored, as drawn: {', '.join(drawn)}" if drawn else "")
+    return found, said + (f"; not stored: {', '.join(drawn)}" if drawn else "")

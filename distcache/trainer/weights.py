@@ -16,7 +16,7 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
-from distcache.store.table_files import Stored, describe_start, find_weights, read_safetensors
+from distcache.store.table_files import Stored, find_weights, read_safetensors
 from distcache.trainer.checkpoint import finished
 from distcache.trainer.manifest import BlockReader, Manifest
 
@@ -84,18 +84,21 @@ def init_from(
     `names`: of tables, what they are called there. Raises ConfigError for what does not fit, and
     DataError for damaged files, on all ranks.
     """
-    found, dense = dict[int, Stored](), dict[str, Stored]()
+    found, dense, said = dict[int, Stored](), dict[str, Stored](), ""
 
     def find() -> None:
+        nonlocal said
         folders = finished(path)
         stored = checkpoint_values(folders[0]) if folders else read_safetensors(path)
-        found.update(find_weights(stored, tables, names))
+        weights, said = find_weights(stored, tables, names)
+        found.update(weights)
         for name, parameter in mode.dense_state().items():
             value = stored.get(f"dense.{name}") or stored.get(name)
             if value is not None and value.shape != parameter.shape:
                 raise ConfigError(
-                    f"dense parameter {name!r} has shape {list(parameter.shape)} and cannot start "
-                    f"from one of {list(value.shape)}: leave it out of trainer.init_from"
+                    f"dense parameter {name!r} has shape {list(parameter.shape)}, and "
+                    f"{list(value.shape)} in {path}: give a model of the same dense part, or only "
+                    "tables, as distcache.export writes them"
                 )
             if value is not None:
                 dense[name] = value
@@ -107,5 +110,4 @@ def init_from(
     for name, value in dense.items():
         state[name].copy_(value.block(0, value.shape[0]))
     if world.is_first:
-        parameters = f"{len(dense)} of {len(state)} dense parameters"
-        logger.info("init_from %s: %s; %s", path, describe_start(tables, found), parameters)
+        logger.info("from %s: %s; %d of %d dense parameters", path, said, len(dense), len(state))
