@@ -250,6 +250,9 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     the step; ConfigError for settings that contradict each other, the data or a checkpoint.
     """
     source = build.build_source(config)
+    if config.data.verify:  # files that are not read whole anyway
+        earlier = config.trainer.resume and Path(config.trainer.resume).absolute()
+        build.verify_files(source.files.files, world, run_dir, earlier or None)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     source = arrange(config, world, source, tables)
