@@ -49,6 +49,7 @@ from distcache.trainer.record import (
     Evaluation,
     Progress,
     StepTimes,
+    announce_stop,
     plain,
 )
 from distcache.trainer.schedule import (
@@ -65,7 +66,8 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """While entered, the first Ctrl-C or SIGTERM sets `signal`; a Ctrl-C after it interrupts.
+    """While entered, the first Ctrl-C or SIGTERM sets `signal`; a second one, where either is a
+    Ctrl-C, does what a Ctrl-C did before. (torchrun hands a second Ctrl-C on as SIGTERM.)
 
     Handlers are installed in the main thread only (elsewhere Python has none) and put back at the
     end. The handler does nothing but set the flag: it may run in the middle of a write.
@@ -85,9 +87,10 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal is not None:
-            raise KeyboardInterrupt
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and signal.SIGINT in (number, self.signal):
+            before = self._before[signal.SIGINT]
+            (before if callable(before) else signal.default_int_handler)(signal.SIGINT, frame)
         self.signal = number
 
     def agreed(self, world: World) -> int | None:
@@ -247,6 +250,9 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     the step; ConfigError for settings that contradict each other, the data or a checkpoint.
     """
     source = build.build_source(config)
+    if config.data.verify:  # files that are not read whole anyway
+        earlier = config.trainer.resume and Path(config.trainer.resume).absolute()
+        build.verify_files(source.files.files, world, run_dir, earlier or None)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     source = arrange(config, world, source, tables)
@@ -309,6 +315,10 @@ class Run:
                 start = resumed_state(self.config, self.world, self.identity())
             self.resume(start)
             schedule = self.schedule(start)
+            if self.world.is_first:
+                rows = build.optimizer_spec(self.config).rows()
+                floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
+                announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)
             want, trace = self.config.trainer, nullcontext()
             if want.trace:
                 trace = tracing(self.world, self.run_dir, self.mode.watch)
