@@ -41,7 +41,7 @@ def toy_config(**changes: Any) -> Config:
         cache=CacheConfig(),
         parallel=ParallelConfig(mode="data"),
         optim=OptimConfig(name="adagrad"),
-        trainer=TrainerConfig(steps=14, dtype="float64", log_every=5),
+        trainer=TrainerConfig(steps=14, dtype="float64", log_every=5, resume="never"),
         run=RunConfig(dir="", digest="true"),
     )
     for key, value in changes.items():
@@ -107,8 +107,8 @@ class ToyParallel(CachedParallel):
         super().__init__(world, TABLES, ToySource.features, model, OptimizerSpec("adam"), settings)
         self.stop_after, self.number, self.closed = stop_after, number, 0
 
-    def train_step(self, step: Step, stop: bool = False) -> StepResult:
-        result = super().train_step(step, stop)
+    def train_step(self, step: Step, asks: int = 0) -> StepResult:
+        result = super().train_step(step, asks)
         if step.batch.index == self.stop_after and self.world.rank == self.world.size - 1:
             os.kill(os.getpid(), self.number)
         return result

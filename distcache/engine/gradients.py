@@ -558,18 +558,24 @@ class StepResult:
     """What all ranks agree on after a training step.
 
     `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite
-    (then nothing was applied); `stop`: whether some rank asked to stop after this step.
+    (then nothing was applied); `stop`: whether some rank asked to stop after this step; `save`:
+    whether some rank asked for a checkpoint, and none is busy with one.
     """
 
     loss: float
     bad_ranks: tuple[int, ...]
     stop: bool
+    save: bool = False
 
 
-def words(loss: Tensor, stop: bool) -> Tensor:
+STOP, SAVE, BUSY = 1, 2, 4
+"""Bits of what a rank asks for with a step, and of what it is busy with: writing a checkpoint."""
+
+
+def words(loss: Tensor, asks: int) -> Tensor:
     """What a rank says at the end of a step, float64 `[2]` on the loss' device: its share of the
-    global mean loss, and 1 where it wants to stop."""
-    said = loss.new_full((2,), float(stop), dtype=torch.float64)
+    global mean loss, and the bits of what it asks for."""
+    said = loss.new_full((2,), float(asks), dtype=torch.float64)
     said[0] = loss.detach()
     return said
 
@@ -580,14 +586,17 @@ def agreement(said: Tensor) -> StepResult:
     Losses are added up in rank order. Where they come to no finite number, `bad_ranks` are those
     whose own is none, or all ranks.
     """
-    losses, stops = zip(*said.tolist(), strict=True)
+    losses, asks = zip(*said.tolist(), strict=True)
+    bits = [int(of) for of in asks]
     total = 0.0
     for loss in losses:
         total += loss
     bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if not bad and not math.isfinite(total):
         bad = list(range(len(losses)))
-    return StepResult(loss=total, bad_ranks=tuple(bad), stop=any(stops))
+    stop = any(of & STOP for of in bits)
+    save = any(of & SAVE for of in bits) and not any(of & BUSY for of in bits)
+    return StepResult(total, tuple(bad), stop, save)
 
 
 @dataclass(frozen=True)
@@ -625,10 +634,10 @@ class ControlRing:
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
 
-    def start(self, loss: Tensor, stop: bool) -> Callable[[], Control]:
-        """Tell all ranks `loss` (one element, on the device) and this rank's `stop`; call it for
-        what all said."""
-        wait = self._link.start_all_gather(words(loss, stop), PLANNING, "loss and control")
+    def start(self, loss: Tensor, asks: int) -> Callable[[], Control]:
+        """Tell all ranks `loss` (one element, on the device) and what this rank `asks` for; call it
+        for what all said."""
+        wait = self._link.start_all_gather(words(loss, asks), PLANNING, "loss and control")
 
         def finish() -> Control:
             said = wait()

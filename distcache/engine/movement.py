@@ -403,8 +403,8 @@ class GroupRows:
         """Send slots to the store; see `write_back`."""
         if slots.shape[0] == 0 or self._access is None:
             return _nothing
-        if self.old is not None:
-            self.old.keep(rows)
+        if (old := self.old) is not None:  # the training thread lets go of it at any time
+            old.keep(rows)
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
         return self._access.put(rows, self.cache.read(slots))

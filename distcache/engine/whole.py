@@ -448,8 +448,9 @@ class WholeTables:
         """`tables.<name>.weight` `[rows, D]` and `tables.<name>.<state>` of all tables, for
         `torch.distributed.checkpoint`.
 
-        Views of the store on one node, where only the first of the ranks that share it names them;
-        ranks with copies of their own (`resident`) all do, and one of them is written. On several
+        Views of the store on one node, of which each row is written by one of the ranks, and read,
+        where not `filled`, by the first, which alone names them then; ranks with copies of their
+        own (`resident`) all name and read them. On several
         nodes shards in files under `scratch` (the system's folder for them, where it is None or not
         there), with the rows' values where `filled`, else with zeros, to be loaded into. Raises
         DistcacheError where a disk does not hold this rank's part.
@@ -463,7 +464,7 @@ class WholeTables:
                     self._read(index, own)
                 for name, (part, _) in own.items():
                     state[name] = self._as_sharded(index, part)
-        elif self._groups[0].store is None or not self._world.local_rank:
+        elif self._groups[0].store is None or filled or not self._world.local_rank:
             for index, table in enumerate(self._tables):
                 weight, extra = self.local(index)
                 state[f"tables.{table.name}.weight"] = weight

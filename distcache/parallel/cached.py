@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts
+from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
@@ -89,7 +91,7 @@ class Outcome:
     step; `buffers`: those of the dense model that are saved, and their values before the step.
     """
 
-    stop: bool = False
+    asks: int = 0
     loss: Tensor | None = None
     sums: RowSums | None = None
     logits: Tensor | None = None
@@ -206,10 +208,10 @@ class CachedParallel(Parallel):
         return flight
 
     @torch.no_grad()
-    def train_step(self, step: Step, stop: bool = False) -> StepResult:
+    def train_step(self, step: Step, asks: int = 0) -> StepResult:
         """See `Parallel.train_step`."""
         flight, tables = self._begin(step), self.tables
-        flight.result.stop = stop
+        flight.result.asks = asks
         with tables.whole():
             leaves = tables.open(flight)
             with tables.stage(FORWARD_BACKWARD, flight):
@@ -250,7 +252,7 @@ class CachedParallel(Parallel):
         outcome: Outcome = flight.result
         gradients = [torch.zeros_like(at) if at.grad is None else at.grad for at in leaves]
         rows = self.tables.start_sum(flight, gradients)
-        dense, control = self.dense.start_sum(), self._control.start(outcome.loss, outcome.stop)
+        dense, control = self.dense.start_sum(), self._control.start(outcome.loss, outcome.asks)
         outcome.sums = rows()
         dense()
         outcome.control = control()
@@ -344,6 +346,12 @@ class CachedParallel(Parallel):
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def snapshot(self, folder: Path) -> Snapshot | None:
+        """See `Parallel.snapshot`: where this node has all rows, and the devices have copies."""
+        if self.settings.mode == "resident" or self.world.nodes.count > 1:
+            return None
+        return Snapshot(folder, self.tables.rows, self.tables.whole_tables)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
