@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -84,7 +84,8 @@ class Parts:
         Returns the rows as their parts number them, int32; where each shelf begins, int64
         `[shelves + 1]`; and where each of `local` is now, int32.
         """
-        return divide_rows(local, _ONE_HOME, [self])
+        own = Shelves([self])
+        return own.divide([own.shelve(local)], [_NONE])[:3]
 
     def parts_of(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each local row, and its number there."""
@@ -127,7 +128,7 @@ def _bits(count: int) -> int:
     return max(count, 1).bit_length() - 1
 
 
-_ONE_HOME, _BLOCK = np.empty(0, np.int32), 1 << 20
+_NONE, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
 class Threads:
@@ -167,44 +168,54 @@ ALONE = Threads()
 """The thread that calls."""
 
 
-def divide_rows(
-    local: np.ndarray,
-    homes: np.ndarray,
-    parts: Sequence[Parts],
-    pieces: Sequence[slice] = (slice(None),),
-    threads: Threads = ALONE,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Local rows int64 `[R]` sorted by home and shelf, stably.
+class Shelved(NamedTuple):
+    """A piece of local rows, `local` int64 `[n]` of `homes` int32 `[n]` (or none: all are of the
+    first); the shelf of each, `shelves` int32, and how many each has, `counts` int64."""
 
-    `homes` int32 `[R]`: of each, empty: all are of the first; `parts`: of each home; `pieces`: of
-    the rows, one after the other, for the `threads`. Returns the rows as their parts number them,
-    int32 `[R]`; where those of each shelf begin, int64 `[shelves + 1]`; and where each of `local`
-    is now, int32 `[R]`.
-    """
-    local = np.ascontiguousarray(local, dtype=np.int64)
-    shapes = np.stack([of.shape for of in parts])
-    ends = (1 << shapes[:, 0]).cumsum()
-    firsts, shelves = ends - (1 << shapes[:, 0]), int(ends[-1])
-    counts = np.empty((len(pieces), shelves), np.int64)
-    divided, places = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
+    local: np.ndarray
+    homes: np.ndarray
+    shelves: np.ndarray
+    counts: np.ndarray
 
-    def given(piece: int) -> tuple:
-        own = pieces[piece]
-        return local[own], homes[own], shapes, firsts, counts[piece]
 
-    def shelve(piece: int) -> None:
-        loops.shelve_rows(*given(piece), places[pieces[piece]])
+class Shelves:
+    """Sorts local rows of homes, which have `parts`, by home and shelf, stably: in pieces, one
+    after the other, that threads `shelve` and then `divide`."""
 
-    def divide(piece: int) -> None:
-        loops.divide_rows(*given(piece), divided, places[pieces[piece]])
+    def __init__(self, parts: Sequence[Parts]) -> None:
+        shapes = np.stack([of.shape for of in parts])
+        ends = (1 << shapes[:, 0]).cumsum()
+        self._shapes, self._count = (shapes, ends - (1 << shapes[:, 0])), int(ends[-1])
 
-    each = [(piece,) for piece in range(len(pieces))]
-    threads.each(shelve, each)
-    starts = np.zeros(shelves + 1, np.int64)
-    counts.sum(axis=0).cumsum(out=starts[1:])
-    counts = starts[:-1] + counts.cumsum(axis=0) - counts
-    threads.each(divide, each)
-    return divided, starts, places
+    def shelve(self, local: np.ndarray, homes: np.ndarray = _NONE) -> Shelved:
+        """These rows as a piece."""
+        local = np.ascontiguousarray(local, dtype=np.int64)
+        found = np.empty(len(local), np.int32), np.empty(self._count, np.int64)
+        loops.shelve_rows(local, homes, *self._shapes, *found)
+        return Shelved(local, homes, *found)
+
+    def divide(
+        self, pieces: Sequence[Shelved], occurs: Sequence[np.ndarray], threads: Threads = ALONE
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the R rows of all pieces, sorted: how their parts number them, int32 `[R]`; where
+        those of each shelf begin, int64 `[shelves + 1]`; where each row is now, int32 `[R]`; and
+        where the ids of each begin, int32 `[R + 1]`. `occurs`: how many ids has each, int32 `[n]`
+        for each piece, or none: one."""
+        counts, starts = np.stack([of.counts for of in pieces]), np.zeros(self._count + 1, np.int64)
+        counts.sum(axis=0).cumsum(out=starts[1:])
+        firsts = starts[:-1] + counts.cumsum(axis=0) - counts
+        ends = np.cumsum([len(of.local) for of in pieces]).tolist()
+        divided, places, segments = (np.empty(ends[-1] + more, np.int32) for more in (0, 0, 1))
+
+        def divide(piece: int, stop: int) -> None:
+            local, homes, shelves, _ = pieces[piece]
+            own = places[stop - len(local) : stop]
+            out = firsts[piece], occurs[piece], divided, own, segments
+            loops.divide_rows(local, homes, *self._shapes, shelves, *out)
+
+        threads.each(divide, list(enumerate(ends)))
+        loops.add_up(segments)
+        return divided, starts, places, segments
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,8 @@ class Ingested:
         """`values` `[N]`, of which each part has `counts` from `bases` on, without gaps."""
         if self.rows == len(values):
             return values
-        return _joined(values, self.bases, self.counts)
+        ends = zip(self.bases.tolist(), (self.bases + self.counts).tolist(), strict=True)
+        return _joined(values, [slice(*of) for of in ends])
 
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
@@ -256,12 +268,8 @@ class Ingested:
 
     def replies(self) -> tuple[np.ndarray, ...]:
         """For each rank, int32: the canonical index of every row that it asked for."""
-        labels = [self.labels[of[0] : of[-1]] for of in self.starts]
-        if len(self.counts) == 1:
-            return tuple(labels)
-        firsts = self.firsts.astype(np.int32)
-        sizes = np.diff(self.starts[:, :: (self.starts.shape[1] - 1) // len(firsts)], axis=1)
-        return tuple(own + np.repeat(firsts, of) for own, of in zip(labels, sizes, strict=True))
+        edges = self.starts[:, [0, -1]].tolist()
+        return tuple([self.labels[start:stop] for start, stop in edges])
 
 
 @dataclass(frozen=True)
@@ -358,8 +366,8 @@ class Planner:
             raise PlanError(
                 f"step {step}: {counts.tolist()} do not count {len(rows)} rows by shelf"
             )
-        bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
-        if len(bad):
+        if rows.view(np.uint32).max(initial=0) >= self.parts.part_rows:
+            bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
             raise PlanError(
                 f"step {step}: id {bad[0]} is row {rows[bad[0]]} of a home that has "
                 f"{self.parts.part_rows}: ids must lie within their tables"
@@ -428,12 +436,9 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
     )
 
 
-def _joined(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`counts[p]` of `values` from `starts[p]` on, for each part p."""
-    if len(counts) == 1:
-        return values[: counts[0]].copy()
-    spans = zip(starts.tolist(), counts.tolist(), strict=True)
-    return np.concatenate([values[start : start + count] for start, count in spans])
+def _joined(values: np.ndarray, spans: Sequence[slice], dtype: type = np.int32) -> np.ndarray:
+    """These spans of `values`, one after the other."""
+    return np.concatenate([values[span] for span in spans], dtype=dtype)
 
 
 class HomePlanner(Planner):
@@ -573,34 +578,41 @@ class HomePlanner(Planner):
             self._widen(0, 2 * keys)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
         scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
-        what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.firsts)
+        what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
         out = [np.empty(entry.rows, kind) for kind in kinds]
         done = np.empty((count, 3), np.int64)
-        due = loops.Due(*when, *scale, *what, self._own_slots, self.parts.shape, *out, done)
+        where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
+        due = loops.Due(*when, *scale, *what, *where, *out, done)
         return due, lambda: self._decision(entry, due, before)
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        done, firsts = due.done, entry.firsts
+        done = due.done
         if (done[:, 2] < -1).any():
             raise PlanError(
                 f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
             )
         self._past.append((entry, due.levels, before))
-        fetch, fetched = (_joined(of, firsts, done[:, 0]) for of in (due.fetch, due.fetched))
-        left, leaving = (_joined(of, firsts, done[:, 1]) for of in (due.evict_slots, due.evicted))
-        rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (fetched, leaving)]
+        firsts = entry.firsts.tolist()
+        came, left = (
+            [slice(start, start + count) for start, count in zip(firsts, of, strict=True)]
+            for of in (done[:, 0].tolist(), done[:, 1].tolist())
+        )
+        fetched, leaving = (
+            _joined(due.fetched, came, np.int64),
+            _joined(due.evicted, left, np.int64),
+        )
         return HomeDecision(
             step=entry.step,
             kind=entry.kind,
             previous=entry.dense(entry.previous),
             replies=entry.replies(),
             slots=due.slots,
-            fetch=fetch,
-            fetch_rows=rows[0],
-            evict_slots=left,
-            evict_rows=rows[1],
+            fetch=_joined(due.fetch, came),
+            fetch_rows=self.layout.row(self.home, fetched),
+            evict_slots=_joined(due.evict_slots, left),
+            evict_rows=self.layout.row(self.home, leaving),
             latest_use=int(done[:, 2].max()),
         )
 

@@ -13,6 +13,7 @@ from distcache.compiled import array, compiled, i4, i8, in4, in8, out1, out4, ou
 
 in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
 in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
+in1 = array(types.uint8, False)
 
 PINNED = 255
 """Popularity class of a row that leaves only where no other can."""
@@ -26,6 +27,10 @@ _HALF, _SOME, _TOP = np.uint64(32), np.uint64(29), np.uint64(40)
 
 _OLDEST = 1 << 30
 """Steps beyond which a row's last use is no further back."""
+
+at = np.uint64
+"""Of an index that is not negative: any other one Numba first looks at, for it may count from the
+end, and that is a fifth of these loops."""
 
 
 # -----------------------------------------------------------------------------
@@ -46,15 +51,15 @@ def name_direct(
     """`name_rows` of one piece, whose table has no more rows than `table`: the label of each."""
     offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
     for i in range(pieces[0, piece], pieces[1, piece]):
-        row = ids[i]
-        if np.uint64(row) >= rows:
+        row = at(ids[i])
+        if row >= rows:
             return -1 - i
         label = table[row]
         if label < 0:
             label = table[row] = count
-            distinct[count], counts[count] = row + offset, 0
+            distinct[at(count)], counts[at(count)] = ids[i] + offset, 0
             count += 1
-        counts[label] += 1
+        counts[at(label)] += 1
         labels[i] = label
     return count
 
@@ -90,9 +95,9 @@ def name_hashed(
         if entry < 0:
             label = count
             table[place] = (row << bits) | (count - base)
-            distinct[count], counts[count] = row + offset, 0
+            distinct[at(count)], counts[at(count)] = row + offset, 0
             count += 1
-        counts[label] += 1
+        counts[at(label)] += 1
         labels[i] = label
     return count
 
@@ -180,14 +185,14 @@ def local_rows(
             at += 1
 
 
-@compiled(types.void(in8, in4, in88, in8, out8, out4))
+@compiled(types.void(in8, in4, in88, in8, out4, out8))
 def shelve_rows(
     local: np.ndarray,
     homes: np.ndarray,
     shapes: np.ndarray,
     firsts: np.ndarray,
-    counts: np.ndarray,
     shelves: np.ndarray,
+    counts: np.ndarray,
 ) -> None:
     """The shelf of each of local rows (int64 `[R]`), int32 `[R]`, and how many are on each.
 
@@ -198,33 +203,48 @@ def shelve_rows(
     for shelf in range(len(counts)):
         counts[shelf] = 0
     for i in range(len(local)):
-        home = homes[i] if len(homes) else 0
-        shelves[i] = firsts[home] + shelf_of(local[i], shapes[home, 0])
-        counts[shelves[i]] += 1
+        home = at(homes[i] if len(homes) else 0)
+        shelf = firsts[home] + shelf_of(local[i], shapes[home, 0])
+        shelves[i] = shelf
+        counts[at(shelf)] += 1
 
 
-@compiled(types.void(in8, in4, in88, in8, out8, out4, out4))
+@compiled(types.void(in8, in4, in88, in8, in4, out8, in4, out4, out4, out4))
 def divide_rows(
     local: np.ndarray,
     homes: np.ndarray,
     shapes: np.ndarray,
     firsts: np.ndarray,
+    shelves: np.ndarray,
     starts: np.ndarray,
+    occurs: np.ndarray,
     divided: np.ndarray,
     places: np.ndarray,
+    sorted_occurs: np.ndarray,
 ) -> None:
-    """Sort local rows by shelf, stably; see `shelve_rows`.
+    """Sort local rows by shelf, stably; see `shelve_rows`, which wrote `shelves`.
 
-    `places` int32 `[R]`: the shelf of each, and then where it is; `starts` int64: where the first
-    of these rows of each shelf is to be, and then the place after the last. Writes to `divided`
-    int32 the rows, as their parts number them.
+    `starts` int64: where the first of these rows of each shelf is to be, and then the place after
+    the last. Writes to `divided` int32 the rows, as their parts number them, to `sorted_occurs`
+    what `occurs` int32 has of each, none: 1, and to `places` int32 `[R]` where each is now.
     """
     for i in range(len(local)):
-        shelf, home = np.int64(places[i]), homes[i] if len(homes) else 0
+        shelf, home = np.int64(shelves[i]), at(homes[i] if len(homes) else 0)
         inner = (shelf - firsts[home]) & ((1 << shapes[home, 1]) - 1)
-        places[i] = starts[shelf]
-        divided[starts[shelf]] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
-        starts[shelf] += 1
+        place = starts[at(shelf)]
+        starts[at(shelf)], places[i] = place + 1, place
+        divided[at(place)] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
+        sorted_occurs[at(place)] = occurs[i] if len(occurs) else 1
+
+
+@compiled(types.void(out4))
+def add_up(counts: np.ndarray) -> None:
+    """Make of counts where each begins, the last the end of all (int32 `[n + 1]`)."""
+    before = 0
+    for i in range(len(counts) - 1):
+        count, counts[i] = counts[i], before
+        before += count
+    counts[len(counts) - 1] = before
 
 
 # -----------------------------------------------------------------------------
@@ -319,16 +339,16 @@ def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that N
 @compiled(types.void(out44, i8))
 def unlink(table: np.ndarray, slot: int) -> None:
     """Take a slot out of its list."""
-    after, before = table[slot, AFTER], table[slot, BEFORE]
-    table[before, AFTER], table[after, BEFORE] = after, before
+    after, before = table[at(slot), AFTER], table[at(slot), BEFORE]
+    table[at(before), AFTER], table[at(after), BEFORE] = after, before
 
 
 @compiled(types.void(out44, i8, i8))
 def append(table: np.ndarray, node: int, slot: int) -> None:
     """Put a slot, which is in no list, at the end of the list of `node`."""
-    last = table[node, BEFORE]
-    table[slot, AFTER], table[slot, BEFORE] = node, last
-    table[last, AFTER], table[node, BEFORE] = slot, slot
+    last = table[at(node), BEFORE]
+    table[at(slot), AFTER], table[at(slot), BEFORE] = node, last
+    table[at(last), AFTER], table[at(node), BEFORE] = slot, slot
 
 
 @compiled(types.void(_home, i8, i8, i8, types.boolean))
@@ -337,12 +357,12 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
 
     `filed`: whether its slot is in a list. Pinned rows are not told.
     """
-    slot = home.index[part, row, HELD] // LEVELS
+    slot = np.int64(home.index[at(part), at(row), HELD]) // LEVELS
     if slot >= 0 and not (home.classes.shape[1] and home.classes[part, row] == PINNED):
-        table, slots = home.table[part], home.row_of.shape[1]
+        table, slots = home.table[at(part)], home.row_of.shape[1]
         if filed:
             unlink(table, slot)
-        table[slot, NEXT] = step
+        table[at(slot), NEXT] = step
         append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
 
 
@@ -389,16 +409,16 @@ def name_part(home: Home, part: int, named: Named) -> None:
                 if i + _EARLY < stop:
                     fetch_early(index, named.rows[i + _EARLY])
                 row = np.int64(named.rows[i])
-                seen = index[row, NAMED]
+                seen = np.int64(index[at(row), NAMED])
                 if seen < -1:
                     named.labels[i] = -2 - seen
                     continue
-                named.distinct[base + count], named.previous[base + count] = row, seen
-                index[row, NAMED] = -2 - count
+                named.distinct[at(base + count)], named.previous[at(base + count)] = row, seen
+                index[at(row), NAMED] = -2 - count
                 named.labels[i] = count
                 count += 1
                 if named.looks_ahead and seen > planned:
-                    ends[seen - planned - 1] += 1
+                    ends[at(seen - planned - 1)] += 1
                 elif named.looks_ahead:
                     tell(home, part, row, step, True)
     named.counts[part] = count
@@ -410,6 +430,7 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
     that step."""
     mask, room, steps = len(home.origins) - 1, home.waiting.shape[1] - 1, 0
     index, ends = home.index[part], home.ends[part, named.step & mask]
+    waiting = home.waiting[part]
     if named.looks_ahead:
         steps = named.step - named.planned - 1
     ends[:steps] = 0
@@ -421,11 +442,11 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
     home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
     start = named.bases[part]
     for k in range(start, start + named.counts[part]):
-        row, group = named.distinct[k], named.previous[k] - named.planned - 1
-        index[row, NAMED] = named.step
+        row, group = named.distinct[k], np.int64(named.previous[k]) - named.planned - 1
+        index[at(row), NAMED] = named.step
         if group >= 0 and group < steps:
-            home.waiting[part, (begin + ends[group]) & room] = row
-            ends[group] += 1
+            waiting[at((begin + ends[at(group)]) & room)] = row
+            ends[at(group)] += 1
 
 
 @compiled(types.void(_home, i8, i8, i8))
@@ -459,14 +480,14 @@ def leave(
     They go to `out` from `count` on, up to `wanted`. `ordered`: slots lie in this list by their
     last use. Returns how many `out` has, and the latest last use among them, or `latest`.
     """
-    slot = table[node, AFTER]
+    slot = np.int64(table[node, AFTER])
     while slot != node and count < wanted:
-        after, used = table[slot, AFTER], table[slot, LAST]
+        after, used = np.int64(table[at(slot), AFTER]), np.int64(table[at(slot), LAST])
         if used < before:
             latest = max(latest, used)
             unlink(table, slot)
-            table[slot, LAST], table[slot, NEXT] = step, NEVER
-            out[count] = slot
+            table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
+            out[at(count)] = slot
             count += 1
         elif ordered:
             break
@@ -519,7 +540,7 @@ def file(home: Home, part: int, slot: int, row: int, key: int) -> None:
     table, slots = home.table[part], home.row_of.shape[1]
     if home.classes.shape[1] and home.classes[part, row] == PINNED:
         append(table, slots + PINS, slot)
-    elif table[slot, NEXT] == NEVER:
+    elif table[at(slot), NEXT] == NEVER:
         by_key = slots + STEPS + len(home.origins)
         append(table, by_key + (key & (len(table) - by_key - 1)), slot)
 
@@ -549,29 +570,30 @@ def count_use(
     2^(-i / 256). The sum lies between two levels, and a hash of (row, step) chooses one of them so
     that the expected value is the sum (Morris 1978).
     """
-    place, rest = (age >> 24) & 255, age & 0xFFFFFF
-    factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
-    value = (((values[level] * factor) >> 28) >> min(age >> 32, 62)) + 256
+    place, rest = at((age >> 24) & 255), age & 0xFFFFFF
+    factor = factors[place] - (((factors[place] - factors[place + at(1)]) * rest) >> 24)
+    value = (((values[at(level)] * factor) >> 28) >> min(age >> 32, 62)) + 256
     # To the highest level whose value is not above: a few away.
-    while level < 255 and values[level + 1] <= value:
+    while level < 255 and values[at(level + 1)] <= value:
         level += 1
-    while values[level] > value:
+    while values[at(level)] > value:
         level -= 1
     if level < 255:
         key = (np.uint64(name) << _HALF) ^ np.uint64(step)
         key = (key ^ (key >> _HALF)) * _FIRST
         key = (key ^ (key >> _SOME)) * _SECOND
         chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
-        if (value - values[level]) << 24 > chance * (values[level + 1] - values[level]):
-            level += 1
+        low, high = values[at(level)], values[at(level + 1)]
+        level += (value - low) << 24 > chance * (high - low)
     return level
 
 
 class Due(NamedTuple):
     """A step that is decided, and where `plan` writes what is.
 
-    `distinct`, `previous`, `bases` and `counts` are what `ingest` wrote; part p has rows
-    `dense[p]` and up of the home's, and slots `own_slots[p]` and up of the device's; `shape`: of
+    `distinct`, `previous`, `bases`, `counts`, `starts` and `labels` are what `ingest` wrote, which
+    become places among the home's rows; part p has rows `dense[p]` and up of these, and slots
+    `own_slots[p]` and up of the device's; `shape`: of
     the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are `base` +
     `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors`: see `count_use`;
     `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are numbered in
@@ -597,6 +619,8 @@ class Due(NamedTuple):
     previous: np.ndarray
     bases: np.ndarray
     counts: np.ndarray
+    starts: np.ndarray
+    labels: np.ndarray
     dense: np.ndarray
     own_slots: np.ndarray
     shape: np.ndarray
@@ -613,7 +637,7 @@ class Due(NamedTuple):
 _due = types.NamedTuple(
     [
         *(i8, i8, i8, i8, i8, out4, out8, out8, out44),
-        *(out4, out4, out8, out8, out8, out8, out8),
+        *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
         *(out4, out1, out1, out4, out4, out4, out4, out88),
     ],
     Due,
@@ -630,23 +654,24 @@ def look_up(home: Home, part: int, due: Due) -> int:
     for k in range(start, stop):
         if k + _EARLY < stop:
             fetch_early(index, distinct[shift + k + _EARLY])
-        row = distinct[shift + k]
-        held = np.int64(index[row, HELD])
+        row = np.int64(distinct[shift + k])
+        held = np.int64(index[at(row), HELD])
         slot, level = held // LEVELS, held & (LEVELS - 1)
         due.slots[k], due.levels[k] = slot, level
         if rate >= 0:
             name = np.int64(names[part, row] if names.shape[1] else row)
             age = min(step - np.int64(due.previous[shift + k]), _OLDEST) * rate
             level = count_use(level, age, name, step, due.values, due.factors)
-            index[row, HELD] = slot * LEVELS + level
+            index[at(row), HELD] = slot * LEVELS + level
         due.counted[k] = level
         if slot < 0:
-            due.fetch[count] = k
+            due.fetch[at(count)] = k
             count += 1
         else:
-            if table[slot, NEXT] != step:  # those that are to be used now go as a whole list
+            if table[at(slot), NEXT] != step:  # those that are to be used now go as a whole list
                 unlink(table, slot)
-            table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: no victim of its own step
+            # Held: it is no victim of its own step.
+            table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
     return count - start
 
 
@@ -671,16 +696,16 @@ def fill(home: Home, part: int, due: Due, misses: int) -> int:
         if i + 2 * _EARLY < end:
             fetch_early(row_of, due.fetched[i + 2 * _EARLY])
         if i + _EARLY < end:
-            fetch_early(index, max(row_of[due.fetched[i + _EARLY]], 0))
-        slot, k = due.fetched[i], due.fetch[i]
-        row, old = due.distinct[shift + k], row_of[slot]
+            fetch_early(index, max(row_of[at(due.fetched[i + _EARLY])], 0))
+        slot, k = np.int64(due.fetched[i]), np.int64(due.fetch[i])
+        row, old = np.int64(due.distinct[at(shift + k)]), np.int64(row_of[at(slot)])
         if old >= 0:
-            index[old, HELD] = -LEVELS + (index[old, HELD] & (LEVELS - 1))
-            due.evict_slots[leaving] = slot + own
-            due.evicted[leaving] = row_in(part, old, due.shape)
+            index[at(old), HELD] = -LEVELS + (index[at(old), HELD] & (LEVELS - 1))
+            due.evict_slots[at(leaving)] = slot + own
+            due.evicted[at(leaving)] = row_in(part, old, due.shape)
             leaving += 1
-        index[row, HELD] = slot * LEVELS + due.counted[k]
-        row_of[slot], due.slots[k] = row, slot
+        index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
+        row_of[at(slot)], due.slots[at(k)] = row, slot
         due.fetched[i] = row_in(part, row, due.shape)
     return leaving - start
 
@@ -703,6 +728,10 @@ def plan_part(home: Home, part: int, due: Due) -> None:
         row = due.distinct[due.bases[part] - start + k]
         file(home, part, due.slots[k], row, due.base + due.ranks[due.counted[k]])
         due.slots[k] += due.own_slots[part]
+    for rank in range(len(due.starts)):
+        stop = due.starts[rank, (part + 1) << due.shape[1]]
+        for i in range(due.starts[rank, part << due.shape[1]], stop):
+            due.labels[i] += start
     raise_keys(home, part, due.base)
 
 
@@ -746,32 +775,7 @@ def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
 # What occurs where, and what is among what.
 
 
-@compiled(i8(in4, in4, in4, out1, out4))
-def segment_rows(
-    occurs: np.ndarray,
-    places: np.ndarray,
-    canonical: np.ndarray,
-    missing: np.ndarray,
-    segments: np.ndarray,
-) -> int:
-    """Where the ids of each row that was asked for begin and end, to `segments` int32 `[R + 1]`.
-
-    `occurs` int32 `[R]`: how many ids have the row that is asked for at `places`; `canonical` int32
-    `[R]`: the canonical index of each that is asked for; `missing` uint8, by that: whether it is
-    not cached. Returns how many ids are of such rows.
-    """
-    missed = before = 0
-    for label in range(len(occurs)):
-        segments[places[label]] = occurs[label]
-    for asked in range(len(occurs)):
-        count, segments[asked] = segments[asked], before
-        before += count
-        missed += count * missing[canonical[asked]]
-    segments[len(occurs)] = before
-    return missed
-
-
-@compiled(types.void(in88, i8, i8, in4, in4, in4, in4, out44, out4, out4))
+@compiled(i8(in88, i8, i8, in4, in4, in4, in4, in1, out44, out4, out4))
 def order_ids(
     pieces: np.ndarray,
     first: int,
@@ -780,26 +784,32 @@ def order_ids(
     places: np.ndarray,
     canonical: np.ndarray,
     segments: np.ndarray,
+    missing: np.ndarray,
     about: np.ndarray,
     positions: np.ndarray,
     order: np.ndarray,
-) -> None:
+) -> int:
     """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
 
     Of the pieces from `first` to `last` - 1 (see `name_rows`), `labels` int32 `[n]`: the distinct
-    row of each id, which is the one at `places[label]` that was asked for. `about` int32 `[R, 2]`:
-    scratch, as long as `places`. Writes int32 `[n]`: `positions`, and the places of these ids in
-    `order`.
+    row of each id, which is the one at `places[label]` that was asked for, whose ids begin at
+    `segments`, and whose index is `canonical` there; `missing` uint8, by that: whether it is not
+    cached. `about` int32 `[R, 2]`: scratch, as long as `places`. Writes int32 `[n]`: `positions`,
+    and the places of these ids in `order`. Returns how many ids are of rows that are missing.
     """
+    missed = 0
     for label in range(len(places)):
-        about[label, 0] = canonical[places[label]]
-        about[label, 1] = segments[places[label]]
+        place = at(places[label])
+        row, begin = canonical[place], segments[place]
+        about[label, 0], about[label, 1] = row, begin
+        missed += (segments[place + at(1)] - begin) * missing[at(row)]
     for piece in range(first, last):
         for i in range(pieces[0, piece], pieces[1, piece]):
-            label = labels[i]
-            positions[i] = about[label, 0]
-            order[about[label, 1]] = i
-            about[label, 1] += 1
+            label = at(labels[i])
+            positions[i], place = about[label, 0], about[label, 1]
+            about[label, 1] = place + 1
+            order[at(place)] = i
+    return missed
 
 
 @compiled(types.void(in8, in8, in4, i8, out4))
