@@ -197,7 +197,7 @@ class Pace:
 
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
-        self.shared = dict.fromkeys(("shared", "longest", "reading"), 0.0)
+        self.shared = dict.fromkeys(("shared", "longest", "own", "reading"), 0.0)
         """Milliseconds on cores so far, of what `only_plan` says."""
         self.over = False
         self._lead = self._steps = 0
@@ -262,7 +262,9 @@ def role_of(thread: threading.Thread) -> str:
     """What a thread does, by its name: checkouts may call it differently."""
     if thread is threading.main_thread():
         return "training"
-    if "plan" in thread.name or "part" in thread.name:  # those that plan the parts of a home
+    if "part" in thread.name:
+        return "parts"  # of a home, which more threads plan
+    if "plan" in thread.name:
         return "planning"
     return "movement" if "move" in thread.name else "other"
 
@@ -270,10 +272,10 @@ def role_of(thread: threading.Thread) -> str:
 def only_plan(pace: Pace) -> None:
     """Let the planner's thread go through the stream at `pace`; nothing that it plans is trained.
 
-    Tells `pace` what reading batches takes, and calls of `Threads.each`, where the checkout has
-    them: on all threads together (`shared`), and on the one that takes longest (`longest`).
+    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`, where the checkout has
+    them: on all threads together (`shared`), on the one that takes longest (`longest`), and on the
+    planner's thread (`own`).
     """
-    lock = threading.Lock()
 
     def timed(call: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -294,12 +296,24 @@ def only_plan(pace: Pace) -> None:
                 pace.shared["reading"] += taken.pop()
                 yield batch
 
+    def check(self: Any, batch: Any) -> Any:
+        taken: list[float] = []
+        found = timed(checked, taken)(self, batch)
+        pace.shared["reading"] += taken[0]
+        return found
+
     def each(self: Any, call: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
         taken: list[float] = []
-        found = every(self, timed(call, taken), arguments)
-        with lock:
-            pace.shared["shared"] += sum(taken)
-            pace.shared["longest"] += max(taken, default=0.0)
+        mine: list[float] = []
+        me = threading.get_ident()
+
+        def run(*given: Any) -> Any:
+            return timed(call, mine if threading.get_ident() == me else taken)(*given)
+
+        found = every(self, run, arguments)
+        pace.shared["own"] += sum(mine)
+        pace.shared["shared"] += sum(mine) + sum(taken)
+        pace.shared["longest"] += max([*mine, *taken], default=0.0)
         return found
 
     def planned(self: Any, batches: Any, *arguments: Any, **more: Any) -> Iterator[Any]:
@@ -310,13 +324,20 @@ def only_plan(pace: Pace) -> None:
         yield from ()
 
     with contextlib.suppress(AttributeError):
-        of_threads = importlib.import_module("distcache.planner.home").Threads
+        of_threads = found_in("Threads", "distcache.planner.home")
         every, of_threads.each = of_threads.each, each
-    try:
-        planner = importlib.import_module("distcache.engine.planning").StreamPlanner
-    except ImportError:  # before there was an engine
-        planner = importlib.import_module("distcache.pipeline.planning").StreamPlanner
+    of_batch = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
+    checked, of_batch.__call__ = of_batch.__call__, check
+    planner = found_in("StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning")
     plans, planner.planned = planner.planned, planned
+
+
+def found_in(name: str, *modules: str) -> Any:
+    """A class of the package; checkouts may have it elsewhere."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"{name} is in none of {modules}")
 
 
 def main() -> None:

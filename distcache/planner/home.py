@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from operator import itemgetter
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -132,11 +134,27 @@ _NONE, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
 class Threads:
-    """Runs the parts of a home on `count` threads, this one among them."""
+    """Runs the parts of a home on `count` threads, this one among them.
+
+    They take calls from one queue: those of a pool take several times as long to begin.
+    """
 
     def __init__(self, count: int = 1) -> None:
-        self.count = count
-        self._pool = ThreadPoolExecutor(count - 1, "distcache-part") if count > 1 else None
+        self.count, self._asked = count, SimpleQueue[Any]()
+        how: dict[str, Any] = {"target": self._work, "name": "distcache-part", "daemon": True}
+        self._others = [Thread(**how) for _ in range(count - 1)]
+        for thread in self._others:
+            thread.start()
+
+    def _work(self) -> None:
+        """Calls, until there is None, with what takes the place of each, its result and error."""
+        while (asked := self._asked.get()) is not None:
+            told, place, call, of = asked
+            try:
+                told.put((place, call(*of), None))
+            except BaseException as error:
+                told.put((place, None, error))
+            del asked, told, call, of  # or what they hold would live until the next call
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
         """What each thread gets of so many pieces: from which on, up to which."""
@@ -149,19 +167,27 @@ class Threads:
 
     def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
         """What `call` returns for each of `arguments`, all at the same time."""
-        if self._pool is None or len(arguments) < 2:
+        if not self._others or len(arguments) < 2:
             return [call(*of) for of in arguments]
-        others = [self._pool.submit(call, *of) for of in arguments[1:]]
+        told = SimpleQueue[Any]()
+        for place, of in enumerate(arguments[1:]):
+            self._asked.put((told, place, call, of))
         try:
             own = call(*arguments[0])
-        finally:
-            wait(others)  # whatever comes of this: they work on what this thread has
-        return [own, *(other.result() for other in others)]
+        finally:  # whatever comes of this: they work on what this thread has
+            others = sorted((told.get() for _ in arguments[1:]), key=itemgetter(0))
+        for _, _, error in others:
+            if error is not None:
+                raise error
+        return [own, *(result for _, result, _ in others)]
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for _ in self._others:
+            self._asked.put(None)
+        for thread in self._others:
+            thread.join()
+        self._others = []
 
 
 ALONE = Threads()
@@ -588,16 +614,15 @@ class HomePlanner(Planner):
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        done = due.done
+        done, calls = due.done, self.threads.ranges(self.parts.count)
         if (done[:, 2] < -1).any():
             raise PlanError(
                 f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
             )
         self._past.append((entry, due.levels, before))
-        firsts = entry.firsts.tolist()
         came, left = (
-            [slice(start, start + count) for start, count in zip(firsts, of, strict=True)]
-            for of in (done[:, 0].tolist(), done[:, 1].tolist())
+            [slice(due.dense[a], due.dense[a] + done[a:b, column].sum()) for a, b in calls]
+            for column in (0, 1)
         )
         fetched, leaving = (
             _joined(due.fetched, came, np.int64),
@@ -610,9 +635,9 @@ class HomePlanner(Planner):
             replies=entry.replies(),
             slots=due.slots,
             fetch=_joined(due.fetch, came),
-            fetch_rows=self.layout.row(self.home, fetched),
+            fetch_rows=fetched,
             evict_slots=_joined(due.evict_slots, left),
-            evict_rows=self.layout.row(self.home, leaving),
+            evict_rows=leaving,
             latest_use=int(done[:, 2].max()),
         )
 

@@ -49,11 +49,12 @@ def name_direct(
     counts: np.ndarray,
 ) -> int:
     """`name_rows` of one piece, whose table has no more rows than `table`: the label of each."""
-    offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
-    for i in range(pieces[0, piece], pieces[1, piece]):
+    offset, rows, start = pieces[2, piece], np.uint64(pieces[3, piece]), pieces[0, piece]
+    ids, labels = ids[start : pieces[1, piece]], labels[start : pieces[1, piece]]
+    for i in range(len(ids)):
         row = at(ids[i])
         if row >= rows:
-            return -1 - i
+            return -1 - (start + i)
         label = table[row]
         if label < 0:
             label = table[row] = count
@@ -79,12 +80,13 @@ def name_hashed(
 ) -> int:
     """`name_rows` of one piece by a hash table of 2^`bits` entries: row << `bits` | label - `base`,
     -1 for none."""
-    offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
+    offset, rows, start = pieces[2, piece], np.uint64(pieces[3, piece]), pieces[0, piece]
     one, mask = np.uint64(1), np.uint64((1 << bits) - 1)
-    for i in range(pieces[0, piece], pieces[1, piece]):
+    ids, labels = ids[start : pieces[1, piece]], labels[start : pieces[1, piece]]
+    for i in range(len(ids)):
         row = ids[i]
         if np.uint64(row) >= rows:
-            return -1 - i
+            return -1 - (start + i)
         key = np.uint64(row) * _FIRST
         place = (key ^ (key >> _HALF)) & mask
         entry = table[place]
@@ -404,18 +406,19 @@ def name_part(home: Home, part: int, named: Named) -> None:
     ends, planned = home.ends[part, step & (len(home.origins) - 1)], named.planned
     for shelf in range(part << named.inner, (part + 1) << named.inner):
         for rank in range(len(named.starts)):
-            stop = named.starts[rank, shelf + 1]
-            for i in range(named.starts[rank, shelf], stop):
-                if i + _EARLY < stop:
-                    fetch_early(index, named.rows[i + _EARLY])
-                row = np.int64(named.rows[i])
+            start, stop = named.starts[rank, shelf], named.starts[rank, shelf + 1]
+            rows, labels = named.rows[start:stop], named.labels[start:stop]
+            for i in range(len(rows)):
+                if i + _EARLY < len(rows):
+                    fetch_early(index, rows[i + _EARLY])
+                row = np.int64(rows[i])
                 seen = np.int64(index[at(row), NAMED])
                 if seen < -1:
-                    named.labels[i] = -2 - seen
+                    labels[i] = -2 - seen
                     continue
                 named.distinct[at(base + count)], named.previous[at(base + count)] = row, seen
                 index[at(row), NAMED] = -2 - count
-                named.labels[i] = count
+                labels[i] = count
                 count += 1
                 if named.looks_ahead and seen > planned:
                     ends[at(seen - planned - 1)] += 1
@@ -440,9 +443,10 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
         count, ends[group] = ends[group], before
         before += count
     home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
-    start = named.bases[part]
-    for k in range(start, start + named.counts[part]):
-        row, group = named.distinct[k], np.int64(named.previous[k]) - named.planned - 1
+    start, stop = named.bases[part], named.bases[part] + named.counts[part]
+    distinct, previous = named.distinct[start:stop], named.previous[start:stop]
+    for k in range(len(distinct)):
+        row, group = distinct[k], np.int64(previous[k]) - named.planned - 1
         index[at(row), NAMED] = named.step
         if group >= 0 and group < steps:
             waiting[at((begin + ends[at(group)]) & room)] = row
@@ -452,7 +456,7 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
 @compiled(types.void(_home, i8, i8, i8))
 def look_ahead(home: Home, part: int, step: int, newest: int) -> None:
     """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
-    mask, room = len(home.origins) - 1, home.waiting.shape[1] - 1
+    mask, room, waiting = len(home.origins) - 1, home.waiting.shape[1] - 1, home.waiting[part]
     for later in range(step + 1, newest + 1):
         group = step - home.origins[later & mask]
         if group < 0:
@@ -460,7 +464,7 @@ def look_ahead(home: Home, part: int, step: int, newest: int) -> None:
         ends, begin = home.ends[part, later & mask], home.begins[part, later & mask]
         start = ends[group - 1] if group else 0
         for i in range(begin + start, begin + ends[group]):
-            tell(home, part, np.int64(home.waiting[part, i & room]), later, False)
+            tell(home, part, np.int64(waiting[at(i & room)]), later, False)
 
 
 @compiled(types.UniTuple(i8, 2)(out44, i8, i8, i8, types.boolean, i8, out4, i8, i8))
@@ -600,10 +604,11 @@ class Due(NamedTuple):
     their part.
 
     Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
-    have, `counted` (uint8 both). And from `dense[p]` on: `fetch`, which of the home's rows to
-    fetch, and `fetched`, their local rows; `evict_slots`, and `evicted`, the local rows that leave
-    these. int32 `[U]` each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the
-    latest last use of a slot that is filled, -2 where slots are too few.
+    have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of
+    the first on: `fetch`, which of the home's rows to fetch, and `fetched`, their local rows;
+    `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]` each. `done` int64
+    `[K, 3]`: how many are fetched, how many leave, and the latest last use of a slot that is
+    filled, -2 where slots are too few.
     """
 
     step: int
@@ -644,35 +649,38 @@ _due = types.NamedTuple(
 )
 
 
-@compiled(i8(_home, i8, _due))
-def look_up(home: Home, part: int, due: Due) -> int:
+@compiled(i8(_home, i8, _due, i8))
+def look_up(home: Home, part: int, due: Due, first: int) -> int:
     """Hold the slots of those rows of the step that are cached, and count the use of all. Writes
-    each row's slot, or -1, and which of them are to be fetched; returns how many these are."""
+    each row's slot, or -1, and which of them are to be fetched, from `first` on; returns how many
+    these are."""
     index, table, step, rate = home.index[part], home.table[part], due.step, due.rate
-    start, shift = due.dense[part], due.bases[part] - due.dense[part]
-    distinct, names, count, stop = due.distinct, due.names, start, start + due.counts[part]
-    for k in range(start, stop):
-        if k + _EARLY < stop:
-            fetch_early(index, distinct[shift + k + _EARLY])
-        row = np.int64(distinct[shift + k])
+    start, size, base = due.dense[part], due.counts[part], due.bases[part]
+    distinct, previous = due.distinct[base : base + size], due.previous[base : base + size]
+    slots, levels = due.slots[start : start + size], due.levels[start : start + size]
+    names, counted, count = due.names, due.counted[start : start + size], first
+    for k in range(len(distinct)):
+        if k + _EARLY < len(distinct):
+            fetch_early(index, distinct[k + _EARLY])
+        row = np.int64(distinct[k])
         held = np.int64(index[at(row), HELD])
         slot, level = held // LEVELS, held & (LEVELS - 1)
-        due.slots[k], due.levels[k] = slot, level
+        slots[k], levels[k] = slot, level
         if rate >= 0:
             name = np.int64(names[part, row] if names.shape[1] else row)
-            age = min(step - np.int64(due.previous[shift + k]), _OLDEST) * rate
+            age = min(step - np.int64(previous[k]), _OLDEST) * rate
             level = count_use(level, age, name, step, due.values, due.factors)
             index[at(row), HELD] = slot * LEVELS + level
-        due.counted[k] = level
+        counted[k] = level
         if slot < 0:
-            due.fetch[at(count)] = k
+            due.fetch[at(count)] = start + k
             count += 1
         else:
             if table[at(slot), NEXT] != step:  # those that are to be used now go as a whole list
                 unlink(table, slot)
             # Held: it is no victim of its own step.
             table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
-    return count - start
+    return count - first
 
 
 @compiled(types.void(_home, i8, i8))
@@ -687,17 +695,19 @@ def raise_keys(home: Home, part: int, base: int) -> None:
         home.keys[part] += 1
 
 
-@compiled(i8(_home, i8, _due, i8))
-def fill(home: Home, part: int, due: Due, misses: int) -> int:
-    """Give the slots in `due.fetched` to the rows that are fetched; how many rows leave them."""
-    index, row_of, start = home.index[part], home.row_of[part], due.dense[part]
-    shift, end, leaving, own = due.bases[part] - start, start + misses, start, due.own_slots[part]
-    for i in range(start, end):
-        if i + 2 * _EARLY < end:
-            fetch_early(row_of, due.fetched[i + 2 * _EARLY])
-        if i + _EARLY < end:
-            fetch_early(index, max(row_of[at(due.fetched[i + _EARLY])], 0))
-        slot, k = np.int64(due.fetched[i]), np.int64(due.fetch[i])
+@compiled(i8(_home, i8, _due, i8, i8, i8))
+def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) -> int:
+    """Give the slots in `due.fetched`, from `first` on, to the rows that are fetched; how many rows
+    leave them, which go to `due.evicted` from `gone` on."""
+    index, row_of, leaving = home.index[part], home.row_of[part], gone
+    shift, own = due.bases[part] - due.dense[part], due.own_slots[part]
+    fetch, fetched = due.fetch[first : first + misses], due.fetched[first : first + misses]
+    for i in range(len(fetch)):
+        if i + 2 * _EARLY < len(fetch):
+            fetch_early(row_of, fetched[i + 2 * _EARLY])
+        if i + _EARLY < len(fetch):
+            fetch_early(index, max(row_of[at(fetched[i + _EARLY])], 0))
+        slot, k = np.int64(fetched[i]), np.int64(fetch[i])
         row, old = np.int64(due.distinct[at(shift + k)]), np.int64(row_of[at(slot)])
         if old >= 0:
             index[at(old), HELD] = -LEVELS + (index[at(old), HELD] & (LEVELS - 1))
@@ -706,32 +716,35 @@ def fill(home: Home, part: int, due: Due, misses: int) -> int:
             leaving += 1
         index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
         row_of[at(slot)], due.slots[at(k)] = row, slot
-        due.fetched[i] = row_in(part, row, due.shape)
-    return leaving - start
+        fetched[i] = row_in(part, row, due.shape)
+    return leaving - gone
 
 
-@compiled(types.void(_home, i8, _due))
-def plan_part(home: Home, part: int, due: Due) -> None:
-    """Decide a step in one part."""
-    table, start, step = home.table[part], due.dense[part], due.step
-    misses = look_up(home, part, due)
+@compiled(types.void(_home, i8, _due, i8, i8))
+def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
+    """Decide a step in one part; what is fetched is told from `came` on, what leaves from
+    `gone`."""
+    table, start, step, size = home.table[part], due.dense[part], due.step, due.counts[part]
+    misses = look_up(home, part, due, came)
     node = home.row_of.shape[1] + STEPS + (step & (len(home.origins) - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
-    latest = take(home, part, *when, highest, due.fetched, start, start + misses)
-    due.done[part, 0], due.done[part, 2] = misses, latest
+    latest = take(home, part, *when, highest, due.fetched, came, came + misses)
+    due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
     if latest < -1:
         return
-    due.done[part, 1] = fill(home, part, due, misses)
+    due.done[part, 1] = fill(home, part, due, misses, came, gone)
     look_ahead(home, part, step, due.newest)
-    for k in range(start, start + due.counts[part]):
-        row = due.distinct[due.bases[part] - start + k]
-        file(home, part, due.slots[k], row, due.base + due.ranks[due.counted[k]])
-        due.slots[k] += due.own_slots[part]
+    distinct = due.distinct[due.bases[part] : due.bases[part] + size]
+    slots, counted = due.slots[start : start + size], due.counted[start : start + size]
+    for k in range(len(distinct)):
+        file(home, part, slots[k], distinct[k], due.base + due.ranks[at(counted[k])])
+        slots[k] += due.own_slots[part]
     for rank in range(len(due.starts)):
-        stop = due.starts[rank, (part + 1) << due.shape[1]]
-        for i in range(due.starts[rank, part << due.shape[1]], stop):
-            due.labels[i] += start
+        shelf, end = part << due.shape[1], (part + 1) << due.shape[1]
+        labels = due.labels[due.starts[rank, shelf] : due.starts[rank, end]]
+        for i in range(len(labels)):
+            labels[i] += start
     raise_keys(home, part, due.base)
 
 
@@ -757,18 +770,22 @@ def ingest(home: Home, first: int, last: int, named: Named) -> None:
 @compiled(types.void(_home, i8, i8, _due))
 def plan(home: Home, first: int, last: int, due: Due) -> None:
     """Decide a step in the parts from `first` to `last` - 1."""
+    came = gone = due.dense[first]
     for part in range(first, last):
         due.done[part, 0] = read_all(home, part, due.counts[part])
-        plan_part(home, part, due)
+        plan_part(home, part, due, came, gone)
+        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
 
 
 @compiled(types.void(_home, i8, i8, _named, _due))
 def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
     """`ingest` one step and `plan` another, while what a part has is in the core's cache."""
+    came = gone = due.dense[first]
     for part in range(first, last):
         due.done[part, 0] = read_all(home, part, due.counts[part])
         ingest_part(home, part, named)
-        plan_part(home, part, due)
+        plan_part(home, part, due, came, gone)
+        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
 
 
 # -----------------------------------------------------------------------------
@@ -804,12 +821,22 @@ def order_ids(
         about[label, 0], about[label, 1] = row, begin
         missed += (segments[place + at(1)] - begin) * missing[at(row)]
     for piece in range(first, last):
-        for i in range(pieces[0, piece], pieces[1, piece]):
-            label = at(labels[i])
-            positions[i], place = about[label, 0], about[label, 1]
+        start, stop = pieces[0, piece], pieces[1, piece]
+        named, found = labels[start:stop], positions[start:stop]
+        for i in range(len(named)):
+            label = at(named[i])
+            found[i], place = about[label, 0], about[label, 1]
             about[label, 1] = place + 1
-            order[at(place)] = i
+            order[at(place)] = start + i
     return missed
+
+
+@compiled(types.void(in4, in4, out1, out4))
+def mark(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
+    """The `slots` (int32) of the rows `fetch` (int32 `[m]`), to `fetched` (int32 `[m]`), and a one
+    in `missing` (uint8) for each."""
+    for i in range(len(fetch)):
+        missing[at(fetch[i])], fetched[i] = 1, slots[at(fetch[i])]
 
 
 @compiled(types.void(in8, in8, in4, i8, out4))

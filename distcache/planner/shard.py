@@ -591,9 +591,10 @@ def assemble(
         shard = shard_plan(sharded, request.sharded.rows, move_after)
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-    slots, fetch = _concatenated(slots), _joined(fetches, base)
-    missing = np.zeros(leaf_rows, np.uint8)
-    missing[fetch] = 1
+    joined = _concatenated(slots), _joined(fetches, base)
+    slots, fetch = (np.ascontiguousarray(of, np.int32) for of in joined)
+    missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+    loops.mark(slots, fetch, missing, fetched)
     if sharded is not None:
         missing[total:] = (sharded.joined & FETCHED) != 0
     positions, order, missed = occurrences(request, asked, missing, threads)
@@ -610,7 +611,7 @@ def assemble(
         source_rows=as_tensor(_concatenated(own.replies)),
         source_counts=tuple(map(len, own.replies)),
         fetch=as_tensor(fetch),
-        fetch_slots=as_tensor(slots.take(fetch)),
+        fetch_slots=torch.from_numpy(fetched),
         fetch_counts=tuple(map(len, fetches)),
         fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
