@@ -171,6 +171,7 @@ def spec_of(mode: str, options: Any, config: Config, overrides: Sequence[str]) -
         "settings": settings | of_mode,
         "seed": config.trainer.seed,
         "count": False,
+        "plans": False,
     }
 
 

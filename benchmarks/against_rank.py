@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import itertools
 import json
 import os
+import resource
 import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -194,6 +197,9 @@ class Pace:
 
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
+        self.shared = dict.fromkeys(("shared", "longest", "own", "reading"), 0.0)
+        """Milliseconds on cores so far, of what `only_plan` says."""
+        self.over = False
         self._lead = self._steps = 0
         self._event_ms = 0.0
         self._marks: list[float] = []
@@ -210,6 +216,7 @@ class Pace:
             if self._steps:
                 self._report()
             word, *numbers = self._pipe.recv()
+            self.over = word == "stop"
             self._lead, self._steps = (0, 1 << 62) if word == "stop" else numbers
             if word == "alone" and self._calls is not None:
                 self._calls.over = True
@@ -233,6 +240,8 @@ class Pace:
         """So far, by thread: milliseconds on a core, and calls where they are counted. `process`:
         of all threads, also those of libraries."""
         meters: dict[str, dict[str, float]] = {"cpu_ms": {"process": 1e3 * time.process_time()}}
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        meters |= {"shared_ms": dict(self.shared), "faults": {"process": faults}}
         if self._calls is not None:
             meters |= {meter: {} for meter in METERS}
         for thread in threading.enumerate():
@@ -253,9 +262,82 @@ def role_of(thread: threading.Thread) -> str:
     """What a thread does, by its name: checkouts may call it differently."""
     if thread is threading.main_thread():
         return "training"
+    if "part" in thread.name:
+        return "parts"  # of a home, which more threads plan
     if "plan" in thread.name:
         return "planning"
     return "movement" if "move" in thread.name else "other"
+
+
+def only_plan(pace: Pace) -> None:
+    """Let the planner's thread go through the stream at `pace`; nothing that it plans is trained.
+
+    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`, where the checkout has
+    them: on all threads together (`shared`), on the one that takes longest (`longest`), and on the
+    planner's thread (`own`).
+    """
+
+    def timed(call: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                taken.append(1e3 * (time.thread_time() - began))
+
+        return run
+
+    def read(batches: Iterator[Any]) -> Iterator[Any]:
+        taken: list[float] = []
+        following = timed(batches.__next__, taken)
+        with contextlib.suppress(StopIteration):
+            while True:
+                batch = following()
+                pace.shared["reading"] += taken.pop()
+                yield batch
+
+    def check(self: Any, batch: Any) -> Any:
+        taken: list[float] = []
+        found = timed(checked, taken)(self, batch)
+        pace.shared["reading"] += taken[0]
+        return found
+
+    def each(self: Any, call: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
+        taken: list[float] = []
+        mine: list[float] = []
+        me = threading.get_ident()
+
+        def run(*given: Any) -> Any:
+            return timed(call, mine if threading.get_ident() == me else taken)(*given)
+
+        found = every(self, run, arguments)
+        pace.shared["own"] += sum(mine)
+        pace.shared["shared"] += sum(mine) + sum(taken)
+        pace.shared["longest"] += max([*mine, *taken], default=0.0)
+        return found
+
+    def planned(self: Any, batches: Any, *arguments: Any, **more: Any) -> Iterator[Any]:
+        for _ in plans(self, read(iter(batches)), *arguments, **more):
+            pace()
+            if pace.over:
+                return
+        yield from ()
+
+    with contextlib.suppress(AttributeError):
+        of_threads = found_in("Threads", "distcache.planner.home")
+        every, of_threads.each = of_threads.each, each
+    of_batch = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
+    checked, of_batch.__call__ = of_batch.__call__, check
+    planner = found_in("StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning")
+    plans, planner.planned = planner.planned, planned
+
+
+def found_in(name: str, *modules: str) -> Any:
+    """A class of the package; checkouts may have it elsewhere."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"{name} is in none of {modules}")
 
 
 def main() -> None:
@@ -271,6 +353,9 @@ def main() -> None:
     if calls is not None:
         threading.setprofile(calls)
         sys.setprofile(calls)
+    pace = Pace(pipe, calls)
+    if spec["plans"]:
+        only_plan(pace)
     torch.manual_seed(spec["seed"])
     names = [f"t{index}" for index in range(len(spec["table_rows"]))]
     result = distcache.fit(
@@ -279,7 +364,7 @@ def main() -> None:
             distcache.TableSpec(name, rows=rows, dim=spec["width"], features=(name,))
             for name, rows in zip(names, spec["table_rows"], strict=True)
         ],
-        model=Net(spec, Pace(pipe, calls)),
+        model=Net(spec, pace),
         parallel=spec["parallel"],
         optimizer=spec["optimizer"],
         settings=spec["settings"],

@@ -79,7 +79,7 @@ PARTS = (
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = ("name_rows", "shelve_rows", "divide_rows", "find_sorted", "advance", "segment_rows")
+LOOPS = ("name_rows", "shelve_rows", "divide_rows", "add_up", "find_sorted", "advance")
 LOOPS += ("order_ids",)
 """The planner's compiled loops in the midst of a stream, but for those that others of them call."""
 
@@ -418,7 +418,7 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`advance` is in ingest, `segment_rows` and `order_ids` are in assemble, the others in "
+            "`advance` is in ingest, `order_ids` is in assemble, the others in "
             "request.",
         ),
         "loops",

@@ -6,6 +6,7 @@ The library's names are imported when they are first used, for they bring TorchR
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ _MODULES = {
 }
 """Where names are that `distcache.embedding`, with TorchRec, does not have."""
 
+
+launched = os.getpid(), os.getppid()
+"""This process and who started it, as they were before torch is imported, which takes seconds."""
 
 if sys.argv[:1] == ["-m"]:
     # `python -m distcache.train` is about to import torch, for seconds: a Ctrl-C meanwhile ends the

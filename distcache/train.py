@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Collection
 from dataclasses import asdict
@@ -42,6 +43,7 @@ from distcache.comm.rendezvous import (
     Place,
     cause_of,
     describe,
+    end_with_agent,
     find_place,
     open_store,
     publish,
@@ -63,6 +65,7 @@ _OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "model", "model.old
 def main() -> int:
     """Run this rank of a training job; its exit code."""
     take_over_ctrl_c()
+    end_with_agent()
     os.umask(0o077)  # what a run leaves is its owner's
     place = Place()
     store = None
@@ -152,9 +155,11 @@ def run(config: Config, place: Place, store: dist.Store | None, given: Collectio
             open_run_folder(run_dir, config, world, given, is_restart())
         dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
-        result = train(config, world, run_dir)
+        # What a second Ctrl-C does: an exception would go through libraries that swallow it.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        train(config, world, run_dir)
         close_world(world)
-        return 128 + result.stopped_by if result.stopped_by else 0
+        return 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import re
+import select
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distcache import launched
 from distcache.errors import ConfigError, DistcacheError, PeerError
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE
 
@@ -160,6 +163,49 @@ def _started(process: int) -> str | None:
         return None
     state, *others = text.rpartition(")")[2].split()  # the name before it may hold blanks
     return None if state in "ZX" else others[18]
+
+
+# -----------------------------------------------------------------------------
+# torchrun's agent: the process that starts a node's ranks, hands signals on to them, and gives them
+# so many seconds to end.
+
+_LOOK_S = 1.0
+"""Between looks whether the agent runs, seconds."""
+
+
+def end_with_agent() -> None:
+    """Under torchrun, end this process within seconds when its agent has ended, whatever it does.
+
+    An agent that is killed, or is told twice to stop, leaves its ranks behind. The parent's number
+    is looked at, and no signal asked for (PR_SET_PDEATHSIG): that comes when the *thread* that
+    started a process ends, and does not come where the parent ended before it was asked for.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    process, agent = launched
+    if process != os.getpid():  # forked since
+        agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(_LOOK_S)
+        # Not by the log, whose lock and whose reader may never come back.
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, b"error: torchrun's agent has ended, and this rank with it\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="agent", daemon=True).start()
+
+
+def shutdown_timeout() -> float | None:
+    """Seconds that torchrun's agent gives ranks to end after a signal; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    with suppress(OSError):
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        if given := re.search(rb"--shutdown[-_]timeout[=\0](\d+)", line):
+            return float(given[1])
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 # -----------------------------------------------------------------------------
@@ -385,7 +431,7 @@ def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
             shown = repr(values[key]) if key in values else "not there"
             ranks.setdefault(shown, []).append(rank)
         if len(ranks) > 1:
-            *first, last = [f"{value} on {_named(own)}" for value, own in ranks.items()]
+            *first, last = [f"{value} on {named_ranks(own)}" for value, own in ranks.items()]
             lines.append(f"{key} is {', '.join(first)} and {last}")
     return lines
 
@@ -401,7 +447,7 @@ def require_equal(
         raise ConfigError(f"{what} differ: {'; '.join(lines[:_SHOWN])}{more}; {way_out}")
 
 
-def _named(ranks: list[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 2`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:

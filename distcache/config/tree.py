@@ -88,6 +88,9 @@ class DataConfig:
     """Parquet: {id column: column with a weight for each of its ids}; sum pooling only."""
     held_out_path: str | None = only_of(None, "parquet")
     """Parquet: files for evaluation, instead of a share of `path`."""
+    verify: bool = only_of(False, "parquet")
+    """Parquet: read all files at the start and compare them with what they were when this key was
+    first given for the run folder, or the one that is resumed (its `data_files.json`)."""
     string_ids: str = only_of("hash", "parquet", choice=("hash", "hex"))
     """Parquet: strings as ids: `hash` (BLAKE2b-64 modulo the table's rows) or `hex` (their
     hexadecimal value modulo the table's rows)."""

@@ -363,6 +363,22 @@ _DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
 """What pyarrow raises for a damaged file."""
 
 
+_I32 = 0x15
+"""A field of a Thrift structure (compact protocol): an int32, one number above the field before."""
+
+
+def has_checksum(page: bytes) -> bool:
+    """Whether a page whose header begins with these bytes has a checksum: the fourth field, after
+    kind, size and compressed size of the page, which are always there."""
+    at, page = 0, page + bytes(24)
+    for _ in range(3):
+        at += 1
+        while page[at] & 0x80:  # all bytes of a number but its last
+            at += 1
+        at += 1
+    return page[at] == _I32
+
+
 @dataclass(frozen=True)
 class RowGroup:
     """One row group: its file, its number in it, its samples, and the file's row before it."""
@@ -378,6 +394,7 @@ class ParquetFiles:
 
     Raises DataError that names the file: not Parquet, a column that is missing or has another
     type, no row at all; later when a file vanishes, changes or turns out to be damaged.
+    `unchecked`: how many have no checksums of pages, so that changed values go unnoticed.
     """
 
     def __init__(self, files: Sequence[InputFile], spec: ParquetSpec) -> None:
@@ -385,6 +402,7 @@ class ParquetFiles:
         self._lock = threading.Lock()
         self._open = BlockCache[pq.ParquetFile](_OPEN_FILES)
         self.row_groups: list[RowGroup] = []
+        self.unchecked = 0
         first: dict[str, tuple[pa.DataType, InputFile]] = {}
         for index, file in enumerate(self.files):
             opened = self._opened(index)
@@ -397,6 +415,11 @@ class ParquetFiles:
                 before += abs(rows)
             if before != opened.metadata.num_rows:
                 raise _damaged(file, ValueError("its row groups do not add up to its rows"))
+            if before:
+                with file.open() as stream:
+                    # That of one page: whoever writes a file writes them for all or for none.
+                    stream.seek(max(0, opened.metadata.row_group(0).column(0).data_page_offset))
+                    self.unchecked += not has_checksum(stream.read(24))
         if not self.row_groups:
             raise DataError(
                 f"data.path: {self.files[0].path}"
@@ -540,6 +563,13 @@ class ParquetSource(SlicedSource):
             int(rows.sum()) - train,
             limit,
         )
+        if self.files.unchecked:
+            logger.info(
+                "%d of the Parquet files have no page checksums, without which damaged values may "
+                "be read: write them (pyarrow: write_page_checksum=True), or compare whole files "
+                "with data.verify=true",
+                self.files.unchecked,
+            )
 
     def _identity(self, train: int) -> dict[str, str]:
         """See `BatchSource.identity`: the samples, what is made of them, and their order."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
-from distcache.comm.rendezvous import record_failure
+from distcache.comm.rendezvous import failure_of_others, named_ranks, record_failure, wait_until
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
@@ -43,7 +43,7 @@ from distcache.engine.step import (
 )
 from distcache.engine.tables import CachedTables, StepRows
 from distcache.engine.whole import Part
-from distcache.errors import DataError, NonFiniteLossError, PlanError
+from distcache.errors import DataError, NonFiniteLossError, PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
@@ -69,6 +69,11 @@ LEAVING_S = 5.0
 """Longest wait for threads whose steps are of no use, seconds: at the interpreter's end, where they
 may be waiting for other ranks, which look for this one's failure every second or after three; and
 for a look-ahead that nobody holds, which ranks that leave theirs at the same step do in turn."""
+
+
+ALONE_S = 20.0
+"""How long rank 0 waits for any other rank to ask for whole tables too, seconds. All are at the
+same step; whoever comes later than this most likely does not come, as in `if rank == 0: save()`."""
 
 
 class OpenStep:
@@ -312,7 +317,7 @@ class CollectionTables:
             self.engine = CachedTables(*parts, popularity, self._checked)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
-        self.skipped = 0
+        self.skipped = self._asked = 0
         self.whole = self.engine.whole_tables
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
@@ -586,9 +591,37 @@ class CollectionTables:
     def views(
         self, states: bool = False
     ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
-        """Flush; then each table with its weights and state, see `WholeTables.views`."""
+        """Flush; then each table with its weights and state, see `WholeTables.views`.
+
+        Raises PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`.
+        """
+        self._meet()
         self.flush()
         return self.whole.views(states)
+
+    def _meet(self) -> None:
+        """Let rank 0 see whether it is alone: changed rows lie on every rank's device."""
+        world, key = self.world, f"whole/{self._asked}"
+        if world.size > 1 and world.rank > 0:
+            world.store.add(key, 1)
+        elif world.size > 1:
+            others, limit = named_ranks(range(1, world.size)), min(ALONE_S, world.timeout_s)
+
+            def has_company() -> bool:
+                failure = failure_of_others(world.store, 0)
+                if failure is not None:
+                    raise PeerError(failure.message)
+                return world.store.add(key, 0) > 0
+
+            try:
+                wait_until(has_company, limit, lambda: f"{others} to ask for state_dict() too")
+            except TimeoutError:
+                raise PeerError(
+                    f"rank 0 asked for state_dict(), and {others} did not within {limit:g} s: "
+                    "changed rows lie on all ranks' devices, so call it (also the optimizer's) on "
+                    "all ranks, outside `if rank == 0:`, and write its result on one"
+                ) from None
+        self._asked += 1
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distcache.comm.link import agree_on
+from distcache.comm.link import agree_on, on_first, together
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import BatchSource
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.criteo_folder import KAGGLE_ROWS
+from distcache.data.files import PIECE_BYTES, InputFile, piece_digest, read_json, write_json
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import SHARDED, warn_if_too_small
 from distcache.engine.planning import planner_threads
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.models import build_model, initialise
 from distcache.optim import LearningRate
@@ -38,6 +41,8 @@ from distcache.trainer.plan_cache import (
 
 if TYPE_CHECKING:
     from distcache.parallel.hybrid import HybridSpec
+
+log = logging.getLogger(__name__)
 
 
 def compute_threads(config: Config, world: World) -> int:
@@ -93,6 +98,53 @@ def build_source(config: Config) -> BatchSource:
     own["table_rows"] = data.table_rows or (() if folder else KAGGLE_ROWS)
     spec = _settings(CriteoSpec, data, own)
     return CriteoArrays(spec) if folder else CriteoSource(spec)
+
+
+DATA_FILES = "data_files.json"
+"""In a run folder: bytes and digest of each file of the data, by its absolute path."""
+
+
+def verify_files(
+    files: Sequence[InputFile], world: World, folder: Path, earlier: Path | None = None
+) -> None:
+    """Compare the content of `files` with what `DATA_FILES` of `folder`, or of the run folder in
+    which the checkpoint `earlier` lies, says of them, and write that of `folder`.
+
+    Called by all ranks: those of a node read all of its files, piece by piece in turns. Raises
+    DataError for a file that is not as it was, or differs between nodes.
+    """
+    agree_on(world, {f"bytes of {file.path}": file.bytes for file in files})
+    pieces = [(at, start) for at, f in enumerate(files) for start in range(0, f.bytes, PIECE_BYTES)]
+    digests = [hashlib.blake2b(digest_size=32) for _ in files]
+    for first in range(0, len(pieces), world.local_size):
+        own = pieces[first + world.local_rank : first + world.local_rank + 1]
+        found = together(world, lambda own=own: {p: piece_digest(files[p[0]], p[1]) for p in own})
+        for piece in pieces[first : first + world.local_size]:
+            seen = {part[piece] for part in found if piece in part}
+            if len(seen) > 1:
+                raise DataError(f"{files[piece[0]].path} is not the same file on all nodes")
+            digests[piece[0]].update(seen.pop().encode())
+
+    def compare() -> None:
+        now = {
+            str(file.path.absolute()): [file.bytes, digest.hexdigest()]
+            for file, digest in zip(files, digests, strict=True)
+        }
+        known: dict[str, list] = {}
+        for place in (folder, *([] if earlier is None else [earlier, *earlier.parents[:2]])):
+            was = read_json(place / DATA_FILES) or {}
+            if changed := [path for path in now if was.get(path, now[path]) != now[path]]:
+                raise DataError(
+                    f"{changed[0]} (and {len(changed) - 1} more files) is not what it was when "
+                    f"{place / DATA_FILES} was written: bring the old file back or, where the "
+                    "change is meant, remove that one"
+                )
+            known |= was
+        same = len(known.keys() & now)
+        log.info("data.verify: %d files read, %d of them were known, as they are", len(now), same)
+        write_json(folder / DATA_FILES, known | now)
+
+    on_first(world, compare)
 
 
 def _settings(kind: type, group: Any, own: Mapping[str, Any]) -> Any:

@@ -333,6 +333,8 @@ def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
     patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
     group: Any = dist.new_group(backend="gloo", timeout=patience)
     try:
+        # A rank that has connected may leave this group while another still connects: not before.
+        dist.barrier(group=group)
         yield replace(world, host_group=group)
     finally:
         dist.destroy_process_group(group)

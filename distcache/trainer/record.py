@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import tempfile
+import time
+import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distcache.comm.link import on_first
+from distcache.comm.rendezvous import shutdown_timeout
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
 from distcache.parallel.base import Durations, Parallel, StepResult
@@ -326,3 +331,41 @@ def stages(took: dict[str, float], hidden: dict[str, float]) -> str:
 
 def _short(ms: float) -> str:
     return f"{ms:.1f}" if ms < 9.95 else f"{ms:.0f}"
+
+
+# -----------------------------------------------------------------------------
+# How long a stop takes: it writes a checkpoint, for which whoever asks for it may not wait.
+
+LONG_BYTES = 256 << 20
+"""Checkpoints below this are written before anybody loses patience."""
+
+PROBE_BYTES = 64 << 20
+"""What is written, and removed, to see how fast the disk is."""
+
+
+def announce_stop(folder: Path, nbytes: int) -> None:
+    """Say how long a stop takes that writes a checkpoint of `nbytes` into `folder`, by what the
+    disk does now; a warning where torchrun kills the ranks before. For rank 0."""
+    if nbytes < LONG_BYTES:
+        return
+    data = os.urandom(PROBE_BYTES)
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        logger.warning("a stop will not leave a checkpoint in %s: %s", folder, error)
+        return
+    zlib.crc32(data)
+    rate = PROBE_BYTES / (time.perf_counter() - began)
+    takes, limit = nbytes / rate, shutdown_timeout()
+    text = f"a stop (Ctrl-C, SIGTERM) writes a checkpoint of {nbytes / 2**30:.2f} GiB: about "
+    text += f"{takes:.0f} s at {rate / 2**20:.0f} MiB/s"
+    enough = math.ceil(2 * takes)  # disks slow down, and the step before must end
+    if limit is None or enough <= limit:
+        logger.info(text)
+    else:
+        way_out = f"give it --shutdown-timeout={enough}, or there may be no checkpoint"
+        logger.warning(f"{text}; torchrun kills ranks {limit:.0f} s after a signal: {way_out}")

@@ -56,6 +56,7 @@ from distcache.trainer.record import (
     Evaluation,
     Progress,
     StepTimes,
+    announce_stop,
     plain,
 )
 from distcache.trainer.saving import Keeping, Saver
@@ -75,7 +76,8 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """While entered, the first Ctrl-C or SIGTERM sets `signal`; a Ctrl-C after it interrupts.
+    """While entered, the first Ctrl-C or SIGTERM sets `signal`; a second one, where either is a
+    Ctrl-C, does what a Ctrl-C did before. (torchrun hands a second Ctrl-C on as SIGTERM.)
 
     Handlers are installed in the main thread only (elsewhere Python has none) and put back at the
     end. The handler does nothing but set the flag: it may run in the middle of a write.
@@ -95,9 +97,10 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal is not None:
-            raise KeyboardInterrupt
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and signal.SIGINT in (number, self.signal):
+            before = self._before[signal.SIGINT]
+            (before if callable(before) else signal.default_int_handler)(signal.SIGINT, frame)
         self.signal = number
 
     def agreed(self, world: World) -> int | None:
@@ -283,6 +286,10 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     the step; ConfigError for settings that contradict each other, the data or a checkpoint.
     """
     source = build.build_source(config)
+    if config.data.verify:  # files that are not read whole anyway
+        given = config.trainer.resume not in ("auto", "never")
+        earlier = Path(config.trainer.resume).absolute() if given else None
+        build.verify_files(source.files.files, world, run_dir, earlier)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     source = arrange(config, world, source, tables)
@@ -391,6 +398,10 @@ class Run:
     ) -> TrainResult:
         """Train from `start` on, save, digest and summarise."""
         schedule = self.schedule(start)
+        if self.world.is_first:
+            rows = build.optimizer_spec(self.config).rows()
+            floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
+            announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)
         want, trace = self.config.trainer, nullcontext()
         if want.trace:
             trace = tracing(self.world, self.run_dir, self.mode.watch)

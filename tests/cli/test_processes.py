@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import environment, run
+from launching import STUB, Forked, environment, run
 
 from distcache.cli import run as module
 from distcache.cli.run import (
@@ -78,6 +78,30 @@ def test_a_deaf_job_is_killed_with_its_family():
     while alive(grandchild) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(grandchild)
+
+
+AGENT = """
+import os, runpy, sys
+if os.fork():
+    os.wait()
+else:
+    runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_a_rank_ends_with_its_agent(tmp_path):
+    """The rank sleeps for 50 s, and nobody else would tell it."""
+    words = [STUB, "trainer.seed=5", "run.dir=run"]
+    own = environment(TORCHELASTIC_RUN_ID="a-test")
+    agent = Forked([sys.executable, "-c", AGENT, *words], cwd=tmp_path, env=own)
+    deadline = time.monotonic() + 40
+    while not (tmp_path / "run" / "asleep").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (rank,) = descendants(agent.pid)
+    agent.kill()
+    while alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(rank)
 
 
 PARENT = """

@@ -43,6 +43,7 @@ from torchrec import KeyedJaggedTensor
 
 import distcache
 from distcache import lookahead
+from distcache.embedding import step as asking
 from distcache.embedding import stream as ahead
 from distcache.engine.queue import StepStream
 from distcache.errors import (
@@ -243,6 +244,29 @@ def test_an_error_of_one_rank_shows_before_the_planners_have_ended() -> None:
     assert second == {"closing": True, "error": "on purpose", "steps": 3}
     assert "rank 1" in first["error"] and "on purpose" in first["error"]
     assert first["steps"] == 3
+
+
+@job
+def one_asks(rank: int, size: int) -> dict:
+    """Rank 0 alone asks for the tables, is told so, and goes on as if it had not."""
+    asking.ALONE_S, found = 0.3, {}
+    for asks in (True, False):
+        ebc = cached("sgd", rows=400)
+        model = dlrm(ebc)
+        for at, batch in enumerate(lookahead(mine(rank, size, 6), ebc)):
+            loss_of(model, batch).backward()
+            ebc.step()
+            if asks and at == 2 and rank == 0:
+                with pytest.raises(PeerError, match=r"ranks 1, 2 did not within 0.3 s.* all ranks"):
+                    model.state_dict()
+        asking.ALONE_S = 60.0
+        found[asks] = weights_of(ebc)
+    return found
+
+
+def test_rank_0_that_asks_for_the_tables_alone_is_told_who_is_missing() -> None:
+    for found in ranks(one_asks, size=3):
+        assert_same(found[True], found[False])
 
 
 @job

@@ -72,7 +72,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=90)
     finally:
         process.kill()
-    assert process.returncode == 130, output
+    assert process.returncode == 0, output
     assert {"plan", "gather", "forward_backward", "wait"} <= traced(folder)[1]
     total = f"trainer.steps={summary(folder)['steps'] + 5}"
     run(tmp_path / "second", 1, total, f"trainer.resume={folder}", "cache.rows=500")

@@ -16,11 +16,13 @@ from ranks import run_ranks
 from distcache.comm.world import close_world, open_world
 from distcache.data.files import write_json
 from distcache.parallel.base import StepResult
+from distcache.trainer import record
 from distcache.trainer.record import (
     EvalResult,
     Evaluation,
     Progress,
     StepTimes,
+    announce_stop,
     auc,
     log_loss,
     measure,
@@ -202,3 +204,20 @@ def test_what_was_waited_for_says_so() -> None:
     assert stages(took, hidden) == (
         "  ms: fill 3.0 apply 1.0 | hidden: ingest 40 (50%) plan 9.6 gather 1.0 (0%)"
     )
+
+
+def test_a_stop_that_takes_longer_than_torchrun_waits_is_announced(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(record, "PROBE_BYTES", 1 << 20)
+    caplog.set_level(logging.INFO, "distcache")
+    announce_stop(tmp_path, record.LONG_BYTES - 1)
+    announce_stop(tmp_path, 1 << 45)  # nobody waits without torchrun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-test")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1e6")
+    announce_stop(tmp_path, 1 << 30)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    announce_stop(tmp_path, 1 << 45)
+    announce_stop(tmp_path / "none", 1 << 45)
+    texts = [entry.getMessage() for entry in caplog.records]
+    assert [text.count("--shutdown-timeout=") for text in texts] == [0, 0, 1, 0]
+    assert "32768.00 GiB" in texts[0] and "30 s after a signal" in texts[2] and "none" in texts[3]
+    assert not list(tmp_path.iterdir())

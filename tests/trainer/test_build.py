@@ -3,14 +3,17 @@ what a number that memory cannot hold gets to hear."""
 
 from __future__ import annotations
 
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from toy_parallel import TABLES, toy_config
 
+from distcache.data import files
 from distcache.engine import planning
-from distcache.errors import ConfigError, MemoryTooSmallError
+from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.parallel.base import OptimizerSpec
 from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
@@ -50,6 +53,34 @@ def test_criteo_lines_have_26_tables_and_tables_widths(tmp_path):
     config.model.table_dims = [4]
     with pytest.raises(ConfigError, match="1 widths for 26 tables"):
         build.build_tables(config, source)
+
+
+def test_changed_files_are_told_from_those_that_a_run_has_seen(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
+    data, run, resumed = (tmp_path / name for name in ("data", "run", "resumed"))
+    for folder in (data, run, resumed):
+        folder.mkdir()
+    paths = [data / f"{number}.parquet" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes(range(100)) * 10 * (number + 1))
+    seen = files.find_files("data.path", str(data / "*"), "a file")
+    build.verify_files(seen[:2], world, run)
+    build.verify_files(seen, world, run)  # one is new
+    assert sorted(json.loads((run / "data_files.json").read_text())) == sorted(map(str, paths))
+    for at in (0, 1500, 2999):
+        content = bytearray(paths[2].read_bytes())
+        content[at] ^= 1
+        paths[2].write_bytes(content)
+        os.utime(paths[2], ns=(1, seen[2].mtime_ns))
+        for place, earlier in ((run, None), (resumed, run), (resumed, run / "model" / "8")):
+            with pytest.raises(DataError, match=rf"{paths[2]} .*{run}/data_files.json.* remove"):
+                build.verify_files(seen, world, place, earlier)
+        content[at] ^= 1
+        paths[2].write_bytes(content)
+        os.utime(paths[2], ns=(1, seen[2].mtime_ns))
+    build.verify_files(seen, world, resumed, run / "model")
+    assert (resumed / "data_files.json").read_text() == (run / "data_files.json").read_text()
 
 
 def test_optimizer_and_rates():
