@@ -13,12 +13,13 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from node_cases import open_nodes
 from pyarrow import parquet
 from ranks import run_ranks
 from scenarios import Scenario, make_mode, table
 from toy_parallel import TABLES, ToyParallel, toy_run
 
-from distcache.comm.world import close_world, open_world
+from distcache.comm.world import close_world
 from distcache.errors import ConfigError
 from distcache.export import main
 from distcache.parallel.base import OptimizerSpec
@@ -150,17 +151,19 @@ MODES = {
 }
 
 
-def start_in_modes(rank: int, size: int, folder: str) -> dict[str, list]:
-    """Every mode's tables at the start and from the files in `folder`; of hybrid, from a checkpoint
-    of itself also."""
-    world, found = open_world("cpu", timeout_s=60, hybrid=True), {}
+def start_in_modes(
+    rank: int, size: int, folder: str, modes: tuple[str, ...], nodes: tuple[int, ...]
+) -> dict[str, list]:
+    """The tables of modes, on nodes of so many ranks, at the start and from the files in `folder`;
+    of hybrid, from a checkpoint of itself also."""
+    world, found = open_nodes(rank, nodes), {}
 
     def blocks(mode) -> list:
         read = [mode.table_block(at, 0, spec.rows) for at, spec in enumerate(CASE.tables)]
         return [None if block is None else block.clone().numpy() for block in read]
 
-    for name, settings in MODES.items():
-        if settings is not None:
+    for name in modes:
+        if (settings := MODES[name]) is not None:
             mode = make_mode(world, CASE, settings)
         else:
             spec = HybridSpec(CASE.tables, CASE.features, CASE.optimizer, CASE.seed, name)
@@ -181,17 +184,20 @@ def start_in_modes(rank: int, size: int, folder: str) -> dict[str, list]:
     return found
 
 
-def test_tables_start_from_files_in_every_mode(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("modes", "nodes"), [(tuple(MODES), (2,)), (("data", "host"), (1, 1))], ids=["one", "two"]
+)
+def test_tables_start_from_files_in_every_mode(tmp_path, modes, nodes) -> None:
     stored = {name.removesuffix(".weight"): Stored.of(values) for name, values in OF.items()}
     table_files.write_tables(tmp_path / "files", "safetensors", stored)
-    found = run_ranks(start_in_modes, 2, str(tmp_path))[0]
-    for name in MODES:
+    found = run_ranks(start_in_modes, 2, str(tmp_path), modes, nodes)[0]
+    for name in modes:
         drawn, *filled = found[name]
         drawn[0][:25], drawn[1][:] = OF["a"], OF["x.y.weight"]
         for tables in filled:
             for got, want in zip(tables, drawn, strict=True):
                 assert np.array_equal(got, want), name
-    assert len(found["row_wise"]) == 3
+    assert [len(found[name]) for name in modes] == [3 if "wise" in name else 2 for name in modes]
 
 
 def test_dense_parameters_of_another_shape_are_refused(world, run) -> None:
