@@ -337,6 +337,8 @@ def find_start(
     folders: list[Path] = on_first(
         world, lambda: finished(run_dir) if auto else [find(Path(want.resume))]
     )
+    if not folders:
+        return Start()
     with file_world(world, identity) as files:
         for folder in folders:
             if folder in but:
@@ -347,12 +349,10 @@ def find_start(
                 if not auto:
                     raise
                 pass_over(world, error)
-    if folders:
-        raise DataError(
-            f"no checkpoint in {run_dir} is whole ({len(folders)} are damaged): go on from a copy "
-            "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
-        )
-    return Start()
+    raise DataError(
+        f"no checkpoint in {run_dir} is whole ({len(folders)} are damaged): go on from a copy "
+        "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
+    )
 
 
 def pass_over(world: World, error: DataError) -> None:
