@@ -625,8 +625,8 @@ class HomePlanner(Planner):
             for column in (0, 1)
         )
         fetched, leaving = (
-            _joined(due.fetched, came, np.int64),
-            _joined(due.evicted, left, np.int64),
+            self.layout.row(self.home, _joined(of, spans, np.int64))
+            for of, spans in ((due.fetched, came), (due.evicted, left))
         )
         return HomeDecision(
             step=entry.step,
