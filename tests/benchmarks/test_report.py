@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmark_checks import check_spread, of, read_report
 from criteo_lines import read_plainly
+from launching import CHECKOUT
 from ranks import run_ranks
 
 from benchmarks import kernels, links, planner, preprocess, rows, step
