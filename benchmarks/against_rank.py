@@ -197,8 +197,8 @@ class Pace:
 
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
-        self.shared = dict.fromkeys(("shared", "longest", "own", "reading"), 0.0)
-        """Milliseconds on cores so far, of what `only_plan` says."""
+        self.taken: dict[str, float] = {}
+        """Milliseconds on cores so far, of what `OnlyPlans` tells."""
         self.over = False
         self._lead = self._steps = 0
         self._event_ms = 0.0
@@ -241,7 +241,7 @@ class Pace:
         of all threads, also those of libraries."""
         meters: dict[str, dict[str, float]] = {"cpu_ms": {"process": 1e3 * time.process_time()}}
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        meters |= {"shared_ms": dict(self.shared), "faults": {"process": faults}}
+        meters |= {"taken_ms": dict(self.taken), "faults": {"process": faults}}
         if self._calls is not None:
             meters |= {meter: {} for meter in METERS}
         for thread in threading.enumerate():
@@ -269,67 +269,73 @@ def role_of(thread: threading.Thread) -> str:
     return "movement" if "move" in thread.name else "other"
 
 
-def only_plan(pace: Pace) -> None:
-    """Let the planner's thread go through the stream at `pace`; nothing that it plans is trained.
+class OnlyPlans:
+    """Lets the planner's thread go through the stream at `pace`; nothing that it plans is trained.
 
-    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`, where the checkout has
-    them: on all threads together (`shared`), on the one that takes longest (`longest`), and on the
-    planner's thread (`own`).
+    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`,
+    where the checkout has them: on all threads together (`shared`), on the one that takes longest
+    (`longest`), and on the planner's thread (`own`).
     """
 
-    def timed(call: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return call(*arguments)
-            finally:
-                taken.append(1e3 * (time.thread_time() - began))
+    def __init__(self, pace: Pace) -> None:
+        self._pace, taken = pace, pace.taken
+        with contextlib.suppress(AttributeError):
+            threads = found_in("Threads", "distcache.planner.home")
+            threads.each = self._each(threads.each)
+        check = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
+        check.__call__ = timed(check.__call__, lambda ms: self._add(reading=ms))
+        planner = found_in(
+            "StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning"
+        )
+        planner.planned = self._planned(planner.planned)
+        taken.update(dict.fromkeys(("shared", "longest", "own", "reading"), 0.0))
 
-        return run
+    def _add(self, **more: float) -> None:
+        for key, ms in more.items():
+            self._pace.taken[key] += ms
 
-    def read(batches: Iterator[Any]) -> Iterator[Any]:
-        taken: list[float] = []
-        following = timed(batches.__next__, taken)
-        with contextlib.suppress(StopIteration):
-            while True:
-                batch = following()
-                pace.shared["reading"] += taken.pop()
-                yield batch
+    def _each(self, each: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def call(threads: Any, function: Callable[..., Any], arguments: Sequence[tuple]) -> list:
+            me, own, others = threading.get_ident(), [], []
 
-    def check(self: Any, batch: Any) -> Any:
-        taken: list[float] = []
-        found = timed(checked, taken)(self, batch)
-        pace.shared["reading"] += taken[0]
-        return found
+            def tell(ms: float) -> None:
+                (own if threading.get_ident() == me else others).append(ms)
 
-    def each(self: Any, call: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
-        taken: list[float] = []
-        mine: list[float] = []
-        me = threading.get_ident()
+            found = each(threads, timed(function, tell), arguments)
+            both = [sum(own), *others]
+            self._add(own=sum(own), shared=sum(both), longest=max(both))
+            return found
 
-        def run(*given: Any) -> Any:
-            return timed(call, mine if threading.get_ident() == me else taken)(*given)
+        return call
 
-        found = every(self, run, arguments)
-        pace.shared["own"] += sum(mine)
-        pace.shared["shared"] += sum(mine) + sum(taken)
-        pace.shared["longest"] += max([*mine, *taken], default=0.0)
-        return found
+    def _planned(self, planned: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def read(batches: Iterator[Any]) -> Iterator[Any]:
+            following = timed(batches.__next__, lambda ms: self._add(reading=ms))
+            with contextlib.suppress(StopIteration):
+                while True:
+                    yield following()
 
-    def planned(self: Any, batches: Any, *arguments: Any, **more: Any) -> Iterator[Any]:
-        for _ in plans(self, read(iter(batches)), *arguments, **more):
-            pace()
-            if pace.over:
-                return
-        yield from ()
+        def call(planner: Any, batches: Any, *others: Any, **more: Any) -> Iterator[Any]:
+            for _ in planned(planner, read(iter(batches)), *others, **more):
+                self._pace()
+                if self._pace.over:
+                    os._exit(0)  # training waits for a step that never comes
+            yield from ()
 
-    with contextlib.suppress(AttributeError):
-        of_threads = found_in("Threads", "distcache.planner.home")
-        every, of_threads.each = of_threads.each, each
-    of_batch = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
-    checked, of_batch.__call__ = of_batch.__call__, check
-    planner = found_in("StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning")
-    plans, planner.planned = planner.planned, planned
+        return call
+
+
+def timed(call: Callable[..., Any], tell: Callable[[float], object]) -> Callable[..., Any]:
+    """`call`, which tells what each of its calls takes of its thread's core, milliseconds."""
+
+    def run(*arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return call(*arguments)
+        finally:
+            tell(1e3 * (time.thread_time() - began))
+
+    return run
 
 
 def found_in(name: str, *modules: str) -> Any:
@@ -355,7 +361,7 @@ def main() -> None:
         sys.setprofile(calls)
     pace = Pace(pipe, calls)
     if spec["plans"]:
-        only_plan(pace)
+        OnlyPlans(pace)
     torch.manual_seed(spec["seed"])
     names = [f"t{index}" for index in range(len(spec["table_rows"]))]
     result = distcache.fit(

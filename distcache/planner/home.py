@@ -603,7 +603,7 @@ class HomePlanner(Planner):
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
-        scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
+        scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest, self._names)
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
         out = [np.empty(entry.rows, kind) for kind in kinds]
@@ -625,8 +625,8 @@ class HomePlanner(Planner):
             for column in (0, 1)
         )
         fetched, leaving = (
-            _joined(due.fetched, came, np.int64),
-            _joined(due.evicted, left, np.int64),
+            self.layout.row(self.home, _joined(of, spans, np.int64))
+            for of, spans in ((due.fetched, came), (due.evicted, left))
         )
         return HomeDecision(
             step=entry.step,

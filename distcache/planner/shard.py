@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -516,6 +516,10 @@ def _scratch(size: int) -> tuple[np.ndarray, np.ndarray]:
     return found
 
 
+_shelves = lru_cache(maxsize=64)(Shelves)
+"""As steps ask for the same ones."""
+
+
 def make_request(
     layout: RowLayout,
     ids: np.ndarray,
@@ -531,7 +535,7 @@ def make_request(
     """
     world, pieces = layout.world_size, one_piece(len(ids)) if pieces is None else pieces
     both = [of or Parts(0, layout.most_rows) for of in parts]
-    shelves = Shelves([of for of in both for _ in range(world)])
+    shelves = _shelves(tuple([of for of in both for _ in range(world)]))
 
     def shelve(distinct: np.ndarray) -> Shelved:
         local, homes = layout.local(distinct), _NONE
