@@ -577,8 +577,9 @@ def count_use(
 
     `age`: how many octaves it has lost since its last use, in 1 / 2^32. `values` int64 `[256]`:
     what a level stands for, in 1 / 256 uses, ascending from 0; `factors` int64 `[257]`: 2^28 *
-    2^(-i / 256); `nearest` uint8: the level at or below 2^(i // 32) * (1 + i % 32 / 32). The sum lies between two levels, and a hash of (row, step) chooses one of them so
-    that the expected value is the sum (Morris 1978).
+    2^(-i / 256); `nearest` uint8: the highest level with a value up to 2^(i // 32) * (1 + i % 32 /
+    32), beyond which the next bucket i has one more at most. The sum lies between two levels, and a
+    hash of (row, step) chooses one of them so that the expected value is the sum (Morris 1978).
     """
     place, rest = at((age >> 24) & 255), age & 0xFFFFFF
     factor = factors[place] - (((factors[place] - factors[place + at(1)]) * rest) >> 24)
@@ -602,11 +603,11 @@ class Due(NamedTuple):
 
     `distinct`, `previous`, `bases`, `counts`, `starts` and `labels` are what `ingest` wrote, which
     become places among the home's rows; part p has rows `dense[p]` and up of these, and slots
-    `own_slots[p]` and up of the device's; `shape`: of
-    the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are `base` +
-    `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors`, `nearest`: see `count_use`;
-    `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are numbered in
-    their part.
+    `own_slots[p]` and up of the device's; `shape`: of the home, see
+    `divide_rows`; `newest`: the last step that the window knows. Keys are `base` + `ranks` of
+    levels; uses are counted at `rate` >= 0; `values`, `factors` and `nearest`: see `count_use`;
+    `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are
+    numbered in their part.
 
     Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
     have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of

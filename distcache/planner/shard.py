@@ -453,9 +453,6 @@ def one_piece(count: int) -> np.ndarray:
 
 
 Spans = list[tuple[int, int, int, int]]
-"""See `RowRequest`."""
-
-Follow = Callable[[np.ndarray], Any]
 
 
 def distinct_rows(
@@ -478,7 +475,7 @@ def _concatenated(arrays: Sequence[np.ndarray], dtype: type = np.int32) -> np.nd
 
 
 def _in_spans(
-    ids: np.ndarray, pieces: np.ndarray, threads: Threads, follow: Follow
+    ids: np.ndarray, pieces: np.ndarray, threads: Threads, follow: Callable[[np.ndarray], Any]
 ) -> tuple[Spans, np.ndarray, list[np.ndarray], list[Any]]:
     """Spans and labels of `distinct_rows`; and for each span the occurrences, and what `follow`
     gives for its distinct rows, in the thread that found them."""
