@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,6 +63,19 @@ _OF_A_RUN = ("summary.json", "metrics.jsonl", "model", "model.old")
 
 def main() -> int:
     """Run this rank of a training job; its exit code."""
+
+    def go(text: str, place: Place, store: dist.Store | None) -> int:
+        return run(to_config(text), place, store, given_keys(sys.argv[1:]))
+
+    return launch(go)
+
+
+def launch(
+    go: Callable[[str, Place, dist.Store | None], int],
+    compose: Callable[[Place], Composed] | None = None,
+) -> int:
+    """Run this rank of a job: what `go` makes of the configuration that rank 0 composes (by the
+    command line of training, unless another `compose` is given); its exit code."""
     take_over_ctrl_c()
     end_with_agent()
     place = Place()
@@ -72,10 +85,8 @@ def main() -> int:
         set_up_logging("INFO", place.rank, place.world_size)
         limit = start_timeout(sys.argv[1:])
         store = open_store(place, limit)
-        composed = agree(place, store, limit)
-        if composed.text is None:
-            return composed.exit_code
-        return run(to_config(composed.text), place, store, given_keys(sys.argv[1:]))
+        composed = agree(place, store, limit, compose)
+        return composed.exit_code if composed.text is None else go(composed.text, place, store)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -86,14 +97,19 @@ def main() -> int:
         return report(error, place, store)
 
 
-def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) -> Composed:
+def agree(
+    place: Place,
+    store: dist.Store | None,
+    timeout_s: float = TIMEOUT_S,
+    compose: Callable[[Place], Composed] | None = None,
+) -> Composed:
     """Rank 0: compose, check and publish. Others: receive, within `timeout_s` seconds. The same
     value on every rank."""
     if place.rank > 0 and store is not None:
         return Composed(**receive(store, timeout_s))
     composed, agreed = Composed(None, 1), Composed(None, 1)
     try:
-        composed = compose_command_line(place)
+        composed = (compose or compose_command_line)(place)
         if composed.text is not None:
             checked_config(composed.text, place)
         agreed = composed
@@ -113,9 +129,25 @@ def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) 
 def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
     # Imported here: `--help` and `--cfg job` need no trainer.
-    from distcache.trainer.build import compute_threads
     from distcache.trainer.checkpoint import check_run_folder
     from distcache.trainer.trainer import train
+
+    def work(world: World) -> None:
+        run_dir = Path(config.run.dir)
+        if world.is_first:
+            open_run_folder(run_dir, config, world, given)
+        dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
+        check_run_folder(world, run_dir, needs_shared_folder(config))
+        train(config, world, run_dir)
+
+    return in_world(config, place, store, work)
+
+
+def in_world(
+    config: Config, place: Place, store: dist.Store | None, work: Callable[[World], None]
+) -> int:
+    """Do `work` in the world of all ranks of a job; this rank's exit code."""
+    from distcache.trainer.build import compute_threads
 
     set_up_logging(config.trainer.log_level, place.rank, place.world_size)
     world: World | None = None
@@ -125,14 +157,9 @@ def run(config: Config, place: Place, store: dist.Store | None, given: Collectio
         where = (trainer.device, trainer.backend, trainer.timeout_s)
         world = open_world(*where, store, hybrid, sys.argv[1:])
         torch.set_num_threads(compute_threads(config, world))
-        run_dir = Path(config.run.dir)
-        if world.is_first:
-            open_run_folder(run_dir, config, world, given)
-        dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
-        check_run_folder(world, run_dir, needs_shared_folder(config))
         # What a second Ctrl-C does: an exception would go through libraries that swallow it.
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-        train(config, world, run_dir)
+        work(world)
         close_world(world)
         return 0
     except KeyboardInterrupt:

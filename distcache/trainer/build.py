@@ -131,15 +131,16 @@ def verify_files(
         for place in (folder, *([] if earlier is None else [earlier, *earlier.parents[:2]])):
             was = read_json(place / DATA_FILES) or {}
             if changed := [path for path in now if was.get(path, now[path]) != now[path]]:
+                more = f" (and {len(changed) - 1} more files)" if len(changed) > 1 else ""
                 raise DataError(
-                    f"{changed[0]} (and {len(changed) - 1} more files) is not what it was when "
-                    f"{place / DATA_FILES} was written: bring the old file back or, where the "
-                    "change is meant, remove that one"
+                    f"{changed[0]}{more} is not what it was when {place / DATA_FILES} was written: "
+                    "bring the old file back or, where the change is meant, remove that one"
                 )
             known |= was
         same = len(known.keys() & now)
         log.info("data.verify: %d files read, %d of them were known, as they are", len(now), same)
-        write_json(folder / DATA_FILES, known | now)
+        if now.keys() - (read_json(folder / DATA_FILES) or {}).keys():
+            write_json(folder / DATA_FILES, known | now)
 
     on_first(world, compare)
 
