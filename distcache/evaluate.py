@@ -3,9 +3,8 @@
 1. Rank 0 takes the configuration of the run that left the checkpoint, and changes the keys that the
    command line sets; the other ranks receive it.
 2. The model and its tables are made and loaded as for training, and see the held-out batches once.
-3. Rank 0 says the metrics, and writes them, and the predictions, where it is asked to.
-
-Nothing is trained, and nothing in the run folder changes.
+3. Rank 0 says the metrics, and writes them, and the predictions, where it is asked to; nothing is
+   trained, and nothing in the run folder changes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import importlib.util
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,10 +33,9 @@ from distcache.config.checks import refuse_if
 from distcache.config.keys import own_keys
 from distcache.config.tree import Config
 from distcache.data.files import read_json, write_json
-from distcache.errors import ConfigError, DistcacheError
 from distcache.train import in_world, launch
 from distcache.trainer import build
-from distcache.trainer.checkpoint import RunIdentity, TrainerState
+from distcache.trainer.checkpoint import TrainerState
 from distcache.trainer.record import EvalResult, Evaluation, Progress
 from distcache.trainer.schedule import Schedule, make_schedule
 from distcache.trainer.trainer import Loop, Outcome, Run, identity_of, resumed_state
@@ -51,9 +48,7 @@ class EvaluateConfig(Config):
     """The keys of a run, and those of its evaluation."""
 
     resume: str = option("", "the run folder, or a checkpoint of it")
-    predictions: str = option(
-        "", "Parquet file of the predictions, a row for each held-out sample in their order"
-    )
+    predictions: str = option("", "Parquet file, a row for each held-out sample in their order")
     metrics: str = option("", "JSON file of the metrics")
 
 
@@ -63,10 +58,8 @@ def main() -> int:
 
     def compose(place: Place) -> Composed:
         line = read_line("evaluate", EvaluateConfig, sys.argv[1:])
-        if line is None:
-            return Composed(None)
-        own.append(line.values)
-        return Composed(config_of(line))
+        own.extend([] if line is None else [line.values])
+        return Composed(None if line is None else config_of(line))
 
     def go(text: str, place: Place, store: dist.Store | None) -> int:
         config = to_config(text)
@@ -82,26 +75,18 @@ def main() -> int:
 
 def config_of(line: Line[EvaluateConfig]) -> str:
     """The configuration of the run that left the checkpoint, as YAML, with the keys that the line
-    sets. Raises ConfigError where there is none, or where a key or its value makes no sense."""
+    sets. Raises ConfigError where there is none, or where a key makes no sense."""
     given, own = line.given - set(own_keys(EvaluateConfig)), line.values
     refuse_if(not own.resume, "resume is not set: give resume=<a run folder, or a checkpoint>")
-    for key, instead in (("experiment", "its keys"), ("trainer.resume", "resume"), ("run.dir", "")):
-        how = f"give {instead}" if instead else "leave it out"
-        refuse_if(key in given, f"{key} makes no sense for the configuration of a run: {how}")
+    for key in given & {"experiment", "trainer.resume", "run.dir"}:
+        refuse_if(True, f"{key}: the configuration is that of the run in resume: leave this out")
     path = Path(own.resume).absolute()
-    places = [folder / "config.yaml" for folder in (path, *path.parents[:2])]
-    written = next((place for place in places if place.is_file()), None)
-    if written is None:
-        raise ConfigError(
-            f"resume={own.resume} is no run folder, nor a checkpoint in one: there is no "
-            f"config.yaml in {', '.join(str(place.parent) for place in places)}"
-        )
-    config = to_config(written.read_text())
-    refuse_if(
-        config.data.name == "own",
-        f"resume={own.resume} was trained by distcache.fit, which has its model and data: give it "
-        "eval_loader=, and settings={'trainer.resume': ..., 'trainer.steps': 1}",
-    )
+    folder = next((at for at in (path, *path.parents[:2]) if (at / "config.yaml").is_file()), path)
+    none = f"resume={own.resume}: no config.yaml is there or above: give a run folder, or a "
+    refuse_if(not (folder / "config.yaml").is_file(), f"{none}checkpoint of one")
+    config = to_config((folder / "config.yaml").read_text())
+    fitted = f"resume={own.resume} is a run of distcache.fit, whose model and data are not here"
+    refuse_if(config.data.name == "own", f"{fitted}: give fit eval_loader=")
     for key in sorted(given):
         section, _, rest = key.partition(".")
         name = rest.partition(".")[0]  # of keys below one that is a mapping: the whole mapping
@@ -109,21 +94,18 @@ def config_of(line: Line[EvaluateConfig]) -> str:
             setattr(getattr(config, section), name, getattr(getattr(own, section), name))
         elif hasattr(config, section):  # a group
             setattr(config, section, getattr(own, section))
-    config.run.dir, config.run.digest, config.trainer.trace = str(written.parent), "false", False
+    config.run.dir, config.run.save, config.run.digest = str(folder), False, "false"
+    config.trainer.trace = False
     config.trainer.resume, config.trainer.resume_data = str(path), "any"
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def evaluate(
-    config: Config, world: World, predictions: Path | None = None, metrics: Path | None = None
-) -> EvalResult:
-    """The metrics of the checkpoint `config.trainer.resume` over the held-out batches, of which
-    there are `trainer.eval_steps` (0: all); called by all ranks.
+def evaluate(config: Config, world: World, predictions: Path | None, metrics: Path | None) -> None:
+    """Evaluate the checkpoint `config.trainer.resume` on the held-out batches, of which there are
+    `trainer.eval_steps` (0: all); called by all ranks.
 
-    `predictions`: a Parquet file with columns `sample` int64 (its place among those held out),
-    `label` float32, `logit` and `probability` float64; `metrics`: a JSON file. Both are written by
-    rank 0. Raises ConfigError where they cannot be, or where checkpoint, data and settings do not
-    go together.
+    `predictions`: a file of `write_predictions`; `metrics`: a JSON file; rank 0 writes both. Raises
+    ConfigError where it cannot, or where checkpoint, data and settings do not go together.
     """
     on_first(world, lambda: check_outputs(predictions, metrics))
     run_dir, source = Path(config.run.dir), build.build_source(config)
@@ -131,60 +113,48 @@ def evaluate(
         build.verify_files(source.files.files, world, run_dir)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
-    # Whole tables are the same for any number of ranks; nothing goes on here that is not.
-    ranks = on_first(world, lambda: read_json(run_dir / "environment.json") or {})
-    ranks = ranks.get("world_size", world.size)
-    identity = replace(identity_of(config, world, source, tables), world_size=ranks)
+    # Nothing goes on here that depends on the number of ranks: that of the run is as good as any.
+    was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
+    identity = identity_of(config, world, source, tables)
+    identity = replace(identity, world_size=was["world_size"])
     start = resumed_state(config, world, identity)
     mode = build.build_parallel(config, world, tables, model, source)
-    run = EvaluationRun(config, world, run_dir, source, tables, mode, start, ranks=ranks)
-    run = run if predictions is None else replace(run, take=partial(write_predictions, predictions))
+    take = None if predictions is None else partial(write_predictions, predictions)
+    run = EvaluationRun(config, world, run_dir, source, tables, mode, start, take=take)
     summary = run.go(build.build_rates(config)).summary
     if world.is_first:
         log.info("%s, step %s: %s", config.trainer.resume, f"{start.step:,}", EvalResult(**summary))
         if metrics is not None:
             write_json(metrics, {"step": start.step} | summary)
-    return EvalResult(**summary)
 
 
 @dataclass(frozen=True)
 class EvaluationRun(Run):
-    """A run that resumes and evaluates once, and neither trains nor leaves anything.
+    """A run that resumes and evaluates once, and neither trains nor leaves anything; `take` gets
+    all logits and labels."""
 
-    `ranks`: those of the run that left the checkpoint; `take`: what gets logits and labels.
-    """
-
-    ranks: int = field(default=1, kw_only=True)
     take: Callable[[np.ndarray, np.ndarray], None] | None = field(default=None, kw_only=True)
-
-    def identity(self) -> RunIdentity:
-        """See `Run.identity`."""
-        return replace(super().identity(), world_size=self.ranks)
 
     def schedule(self, start: TrainerState) -> Schedule:
         """See `Run.schedule`: one evaluation."""
-        batches = self.config.trainer.eval_steps or self.source.eval_batches
-        if not batches or self.source.eval_batches == 0:
-            raise ConfigError(
-                "there are no held-out batches to evaluate on: give data.held_out, "
-                "data.held_out_path or, for data without an end, trainer.eval_steps"
-            )
-        return make_schedule(self.source, start.step, start.step, None, batches)
+        want = self.config.trainer.eval_steps or self.source.eval_batches or 0
+        found = make_schedule(self.source, start.step, start.step, None, want)
+        none = (
+            "no batches are held out: give data.held_out, data.held_out_path or, for data without "
+        )
+        refuse_if(not found.eval_batches, f"{none}an end, trainer.eval_steps")
+        return found
 
     def walk(self, loop: Loop) -> Outcome:
         """See `Run.walk`. Nothing is to be saved, so a stop ends the process."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         loop.evaluation = Evaluation(self.take)
         return super().walk(loop)
 
     def progress(self, schedule: Schedule) -> Progress:
         """See `Run.progress`: none."""
         return Progress(None, schedule, 1)
-
-    def save(self, outcome: Outcome, *_: Any) -> None:
-        """See `Run.save`: nothing has changed."""
 
     def summarise(self, start: TrainerState, outcome: Outcome, *_: Any) -> dict[str, Any]:
         """See `Run.summarise`: the metrics."""
@@ -202,7 +172,8 @@ def check_outputs(predictions: Path | None, metrics: Path | None) -> None:
 
 
 def write_predictions(path: Path, logits: np.ndarray, labels: np.ndarray) -> None:
-    """Write a Parquet file of `evaluate`; `path` holds all of it or what it held before."""
+    """Write a Parquet file with columns `sample` int64 (its place among those held out), `label`
+    float32, `logit` and `probability` float64; `path` holds all of it or what it held before."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -210,11 +181,8 @@ def write_predictions(path: Path, logits: np.ndarray, labels: np.ndarray) -> Non
     columns = {"sample": np.arange(len(logits)), "label": labels.astype(np.float32)}
     columns |= {"logit": logits, "probability": probability}
     part = path.with_name(f"{path.name}.partial")
-    try:
-        pq.write_table(pa.table(columns), part, write_page_checksum=True)
-        part.replace(path)
-    except OSError as error:
-        raise DistcacheError(f"predictions={path} cannot be written: {error}") from error
+    pq.write_table(pa.table(columns), part, write_page_checksum=True)
+    part.replace(path)
 
 
 if __name__ == "__main__":

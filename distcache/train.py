@@ -63,19 +63,14 @@ _OF_A_RUN = ("summary.json", "metrics.jsonl", "model", "model.old")
 
 def main() -> int:
     """Run this rank of a training job; its exit code."""
-
-    def go(text: str, place: Place, store: dist.Store | None) -> int:
-        return run(to_config(text), place, store, given_keys(sys.argv[1:]))
-
-    return launch(go)
+    return launch(lambda text, *job: run(to_config(text), *job, given_keys(sys.argv[1:])))
 
 
 def launch(
     go: Callable[[str, Place, dist.Store | None], int],
     compose: Callable[[Place], Composed] | None = None,
 ) -> int:
-    """Run this rank of a job: what `go` makes of the configuration that rank 0 composes (by the
-    command line of training, unless another `compose` is given); its exit code."""
+    """Run this rank of a job: what `go` makes of what rank 0 composes; its exit code."""
     take_over_ctrl_c()
     end_with_agent()
     place = Place()

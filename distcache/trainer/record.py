@@ -335,9 +335,6 @@ def _short(ms: float) -> str:
 # -----------------------------------------------------------------------------
 # How long a stop takes: it writes a checkpoint, for which whoever asks for it may not wait.
 
-LONG_BYTES = 256 << 20
-"""Checkpoints below this are written before anybody loses patience."""
-
 PROBE_BYTES = 64 << 20
 """What is written, and removed, to see how fast the disk is."""
 
@@ -345,8 +342,8 @@ PROBE_BYTES = 64 << 20
 def announce_stop(folder: Path, nbytes: int) -> None:
     """Say how long a stop takes that writes a checkpoint of `nbytes` into `folder`, by what the
     disk does now; a warning where torchrun kills the ranks before. For rank 0."""
-    if nbytes < LONG_BYTES:
-        return
+    if nbytes < 4 * PROBE_BYTES:
+        return  # before anybody loses patience
     data = os.urandom(PROBE_BYTES)
     began = time.perf_counter()
     try:

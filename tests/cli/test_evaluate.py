@@ -87,8 +87,11 @@ def test_keys_of_the_line_take_the_place_of_those_of_the_run(home, monkeypatch):
     ("given", "resume", "said"),
     [
         ("", "", "resume is not set"),
-        ("", "out/none", "no config.yaml in .*none, .*out, "),
-        *((key, "run", f"{key} makes no sense") for key in ("experiment", "run.dir")),
+        ("", "out/none", "no config.yaml is there or above"),
+        *(
+            (key, "run", f"{key}: the configuration is that of the run")
+            for key in ("experiment", "run.dir")
+        ),
         ("", "own", "eval_loader="),
     ],
 )
