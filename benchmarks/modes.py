@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.distributed import comm_ops
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
-from benchmarks.stream import Contender, Feed
+from benchmarks.stream import Contender, Feed, Pace
+from distcache.comm.link import CollectiveCounters
 from distcache.comm.world import World
 from distcache.config.tree import Config
+from distcache.data.batch import Batch
 from distcache.engine.step import Flight
+from distcache.optim import dense_optimizer
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
-from distcache.parallel.hybrid import HybridParallel
+from distcache.parallel.hybrid import HybridModel, HybridParallel, jagged, summing_hook
+from distcache.parallel.hybrid import build as build_hybrid
 from distcache.step_plan import StepPlan
 from distcache.trainer import build
 
@@ -27,8 +37,11 @@ CACHED = ("data", "serial", "replicated", "home", "sharded", "mixed", "auto")
 SHARDED_BY = ("table_wise", "row_wise", "column_wise")
 """Mode `hybrid` with that `parallel.sharding`."""
 
-MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY)
-"""Contenders that are modes of the package."""
+PIPELINED = "torchrec"
+"""Mode `hybrid` as TorchRec's own `TrainPipelineSparseDist` trains it."""
+
+MODES = (*CACHED, "resident", "host", "hybrid", *SHARDED_BY, PIPELINED)
+"""Contenders that are modes of the package, and one that is built as its mode `hybrid` is."""
 
 AHEAD = 8
 """Steps that the threads of a cached mode hold beside those of L and P, at most."""
@@ -89,6 +102,108 @@ class ModeContender(Contender):
         if close is not None:
             close()
         self.mode.close()
+
+
+@dataclass
+class PipelinedBatch(Pipelineable):
+    """A rank's batch as TorchRec's pipelines take it; `size`: samples of all ranks."""
+
+    dense: Tensor
+    labels: Tensor
+    ids: KeyedJaggedTensor
+    size: int
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PipelinedBatch:
+        """A copy there."""
+        parts = (self.dense, self.labels, self.ids)
+        return PipelinedBatch(
+            *(of.to(device, non_blocking=non_blocking) for of in parts), self.size
+        )
+
+    def pin_memory(self) -> PipelinedBatch:
+        """A copy in pinned memory."""
+        return PipelinedBatch(*(of.pin_memory() for of in self.parts()), self.size)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """The memory stays while work of `stream` uses it."""
+        for of in self.parts():
+            of.record_stream(stream)
+
+    def parts(self) -> tuple[Tensor, Tensor, KeyedJaggedTensor]:
+        """All that moves."""
+        return self.dense, self.labels, self.ids
+
+
+class PipelinedModel(HybridModel):
+    """The model of mode `hybrid` from a whole batch to its loss, which TorchRec can trace."""
+
+    def forward(self, batch: PipelinedBatch) -> tuple[Tensor, Tensor]:
+        """This rank's share of the mean loss, with a gradient, and without."""
+        pooled = self.ebc(batch.ids)
+        vectors = torch.cat([pooled[feature] for feature in self.features], dim=1)
+        logits = self.dense(batch.dense, vectors)
+        total = binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
+        loss = total / batch.size
+        return loss, loss.detach()
+
+
+class Pipelined(Contender):
+    """Mode `hybrid`, whose batches come to the device, and whose ids to the ranks of their tables,
+    two steps ahead, on streams of their own. Bags are sums."""
+
+    name, ahead = PIPELINED, 3
+
+    def __init__(
+        self, config: Config, world: World, parts: tuple[Any, Any, nn.Module], feed: Feed
+    ) -> None:
+        source, tables, model = parts
+        spec = build.hybrid_spec(config, world, tables, source)
+        dmp = build_hybrid(world, spec, model, PipelinedModel)
+        comm_ops.set_gradient_division(False)
+        wrapped: Any = dmp._dmp_wrapped_module
+        wrapped.register_comm_hook(world.device_group, summing_hook(CollectiveCounters()))
+        dense_lr, rows_lr = build.build_rates(config)(0)
+        for group in dmp.fused_optimizer.param_groups:
+            group["lr"] = rows_lr
+        dmp.fused_optimizer.step()  # updates no row: it hands the rate to the kernels
+        dense = dense_optimizer(model.parameters(), spec.optimizer.rows(), dense_lr)
+        self._world, self._feed, self._size = world, feed, spec.local_batch_size
+        self._ready: deque[PipelinedBatch] = deque()
+        self._pace, self._batches = Pace(world.device), self._given()
+        self._pipeline: TrainPipelineSparseDist[PipelinedBatch, Tensor] = TrainPipelineSparseDist(
+            dmp.train(), dense, world.device
+        )
+
+    def prepare(self, steps: int) -> None:
+        """See `Contender.prepare`."""
+        while len(self._ready) < steps + self.ahead:
+            self._ready.append(self._form(next(self._feed)))
+
+    def _form(self, batch: Batch) -> PipelinedBatch:
+        ids = jagged(batch.ids, self._size, torch.device("cpu"))
+        formed = PipelinedBatch(batch.dense, batch.labels, ids, batch.global_size)
+        return formed.pin_memory() if self._world.device.type == "cuda" else formed
+
+    def _given(self) -> Iterator[PipelinedBatch]:
+        while True:
+            yield self._ready.popleft() if self._ready else self._form(next(self._feed))
+
+    def step(self) -> Callable[[], float]:
+        """See `Contender.step`."""
+        loss = self._pipeline.progress(self._batches)
+        self._pace.keep()
+
+        def of_all() -> float:
+            total = loss.double().cpu()
+            dist.all_reduce(total, group=self._world.host_group)
+            return total.item()
+
+        return of_all
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        self._ready.clear()
+        del self._pipeline
 
 
 class RowCounts:
@@ -202,9 +317,11 @@ def nbytes(tensors: Iterable[Tensor | None]) -> int:
 
 def mode_contender(
     name: str, config: Config, world: World, parts: tuple[Any, Any, nn.Module], feed: Feed
-) -> ModeContender:
+) -> Contender:
     """The contender of one of `MODES`; `parts`: source, tables, dense model. Collective."""
     source, tables, model = parts
+    if name == PIPELINED:
+        return Pipelined(config, world, parts, feed)
     # A planning group for each: its planning thread must not meet those of the others on one.
     timeout = timedelta(seconds=world.timeout_s)
     own = replace(world, planning_group=dist.new_group(backend="gloo", timeout=timeout))

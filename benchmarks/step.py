@@ -8,12 +8,13 @@ advance; each turn begins with steps that are not timed. Ratios are taken within
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,13 +54,15 @@ class StepOptions:
         "who takes turns, each with its own tables: data moves rows beside the steps, serial is "
         "data without; replicated, home, sharded, mixed and auto are data with that placement, "
         "home with cache.state=home; table_wise, row_wise and column_wise are hybrid with that "
-        "sharding; uvm is FBGEMM's own cache of that many slots on a GPU, uvm_prefetch with the "
-        "next batch brought in ahead",
+        "sharding, torchrec is hybrid in TorchRec's own pipeline; uvm is FBGEMM's own cache of "
+        "that many slots on a GPU, uvm_prefetch with the next batch brought in ahead",
         among=ALL,
     )
     model: str = option("dlrm", "embeddings: next to no dense part", among=MODELS)
     batch: int = option(4096, "samples of a step over all ranks", least=1)
-    width: int = option(16, "width of every table", least=1)
+    widths: tuple[int, ...] = option(
+        (16,), "width of every table; several: one after the other", least=1
+    )
     ratio: float = option(0.015, "slots as a share of the rows, mode data")
     optimizer: str = option("sgd", "sgd, adagrad, rowwise_adagrad or adam")
     steps: int = option(20, "timed steps of a turn", least=1)
@@ -73,6 +76,11 @@ class StepOptions:
     against: str = option("", "another checkout, whose steps take turns with this one's")
     ranks: int = option(1, "ranks of each checkout, with against=; else torchrun says", least=1)
     out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+    @property
+    def width(self) -> int:
+        """The one width, or the first."""
+        return self.widths[0]
 
 
 def compose(options: StepOptions, overrides: Sequence[str], place: Place) -> Config:
@@ -96,15 +104,35 @@ def measure(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
     """Build, warm up and take turns; called by every rank."""
     if options.warmup_most < options.warmup:
         raise ConfigError(f"warmup_most={options.warmup_most} is less than warmup={options.warmup}")
-    config = compose(options, overrides, find_place())
     if options.against:
-        return against.measure(options, config, overrides)
+        return against.measure(options, compose(options, overrides, find_place()), overrides)
+    records = []
+    for width in options.widths:
+        found = turns_of(replace(options, widths=(width,)), overrides)
+        if len(options.widths) > 1:
+            for record in found:
+                for key in {"mode", "numerator", "denominator"} & record.keys():
+                    record[key] = f"{record[key]}, {width}"
+        records += found
+        gc.collect()
+        if options.device != "cpu" and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next one's tables are larger
+    return records
+
+
+def turns_of(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
+    """The records of one width."""
+    config = compose(options, overrides, find_place())
     trainer, only_tables = config.trainer, options.model == "embeddings"
     with opened_world(trainer.device, trainer.backend, trainer.timeout_s) as world:
         contenders, bank = build_contenders(options.modes, config, world, only_tables)
         with closing(Turns(contenders, world, bank)) as turns:
             turns.warm_up(options.warmup, options.warmup_most)
-            return turns.take(options.repetitions, options.lead, options.steps)
+            records = turns.take(options.repetitions, options.lead, options.steps)
+            if world.device.type == "cuda":
+                for record in of_kind(records, "mode"):
+                    record["device"] = turns.at_work(record["mode"], options.steps)
+            return records
 
 
 class PooledMean(nn.Module):
@@ -210,6 +238,20 @@ SECTIONS = (
         ),
     ),
     RATIOS,
+    Section(
+        "The device at work",
+        "On a GPU, by torch's profiler, in steps of their own: milliseconds a step with a kernel "
+        "at work, and with a kernel or a copy; what of a step (above) goes by without a kernel; "
+        "and the longest gap, which the profiler makes longer.",
+        lambda records: [r for r in of_kind(records, "mode") if "device" in r],
+        (
+            Column("mode", "mode"),
+            Column("kernels ms", lambda r: r["device"]["kernels_ms"], ".2f"),
+            Column("with copies ms", lambda r: r["device"]["busy_ms"], ".2f"),
+            Column("idle", lambda r: 1 - r["device"]["kernels_ms"] / r["step_ms"]["median"], ".1%"),
+            Column("longest gap ms", lambda r: r["device"]["gap_ms"], ".2f"),
+        ),
+    ),
     pivoted(
         (
             "Milliseconds per stage",

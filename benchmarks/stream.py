@@ -7,7 +7,9 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.report import Record
 from benchmarks.turns import medians, ratio_record, spread, take_turns
@@ -67,6 +71,68 @@ class BatchBank:
             if step not in self._batches:
                 self._batches[step] = self._draw(step)
             return self._batches[step]
+
+
+_AHEAD = 2
+"""Steps that the host may be ahead of a GPU."""
+
+
+class Pace:
+    """Lets the host be no more steps ahead of a GPU than the package's own modes are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._issued: deque[torch.cuda.Event] = deque()
+
+    def keep(self) -> None:
+        """A step has been issued."""
+        if self._device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._issued.append(done)
+        if len(self._issued) > _AHEAD:
+            self._issued.popleft().synchronize()
+
+
+@contextmanager
+def device_work(device: torch.device, steps: int) -> Iterator[dict[str, float]]:
+    """Milliseconds a step in which the device is at work, by torch's profiler, once it is over.
+
+    `kernels_ms`: in which at least one kernel runs; `busy_ms`: a kernel or a copy, on any stream;
+    `gap_ms`: the longest time without a kernel, in all steps together. The profiler slows the
+    host, so gaps are longer than without it; what the device does takes as long. On a CPU kernels
+    are torch's operators.
+    """
+    gpu = device.type == "cuda"
+    found: dict[str, float] = {}
+    activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as seen:
+        yield found
+    kind = DeviceType.CUDA if gpu else DeviceType.CPU
+    events = [e for e in seen.events() or () if e.device_type == kind and not e.is_user_annotation]
+    spans = {
+        copies: [
+            (e.time_range.start, e.time_range.end)
+            for e in events
+            if copies or not e.name.startswith(("Memcpy", "Memset"))
+        ]
+        for copies in (False, True)
+    }
+    (kernels, gap), (busy, _) = (union(spans[copies]) for copies in (False, True))
+    found |= {"kernels_ms": 1e-3 * kernels / steps, "busy_ms": 1e-3 * busy / steps}
+    found["gap_ms"] = 1e-3 * gap
+
+
+def union(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """How long at least one of the spans (start, end) lasts, and the longest gap between them."""
+    covered = gap = 0.0
+    end = min((start for start, _ in spans), default=0.0)
+    for start, stop in sorted(spans):
+        gap = max(gap, start - end)
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered, gap
 
 
 class Contender:
@@ -159,6 +225,15 @@ class Turns:
         values = {record["mode"]: record["turn_medians_ms"] for record in modes}
         pairs = [ratio_record(*pair, values) for pair in combinations(values, 2)]
         return [*records, *modes, *pairs]
+
+    def at_work(self, name: str, steps: int) -> dict[str, float]:
+        """What the device does in steps of one contender that no turn has; see `device_work`."""
+        self._prepare(steps)
+        with device_work(self.world.device, steps) as found:
+            for _ in range(steps):
+                self.contenders[name].step()
+            self._synchronise()
+        return found
 
     def go(self, name: str, steps: int) -> None:
         """Let one contender do some steps alone."""

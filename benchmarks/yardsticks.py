@@ -13,27 +13,25 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.stream import Contender, Feed
+from benchmarks.stream import Contender, Feed, Pace
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.optim import dense_optimizer
-from distcache.store.rows import block_rows, initial_rows
+from distcache.store.rows import draw_tables, put_block
 from distcache.trainer import build
 from distcache.versions import fbgemm_here, require_hybrid
 
 log = logging.getLogger("distcache.benchmarks.step")
-
-_AHEAD = 2
-"""Steps that the host may be ahead of a GPU."""
 
 UVM = ("uvm", "uvm_prefetch")
 """FBGEMM's own cache, which is on a GPU."""
@@ -105,7 +103,7 @@ class Yardstick(ABC, Contender):
         self.tables, self.dense = parts[1], parts[2].to(world.device)
         self._feed = feed
         self._ready: deque[tuple[int, list[Tensor]]] = deque()
-        self._issued: deque[torch.cuda.Event] = deque()
+        self._pace = Pace(world.device)
         self.optim = build.optimizer_spec(config)
         dense_lr, self.lr = build.build_rates(config)(0)
         self._optimizer = dense_optimizer(self.dense.parameters(), self.optim.rows(), dense_lr)
@@ -122,15 +120,11 @@ class Yardstick(ABC, Contender):
     def update(self) -> None:
         """Apply the rows' gradients, where backward has not done it."""
 
-    @torch.no_grad()
     def initialise(self, weights: Sequence[Tensor]) -> None:
         """The modes' initial bits into every table's weight."""
         for index, (table, weight) in enumerate(zip(self.tables, weights, strict=True)):
-            size = block_rows(table.dim)
-            for start in range(0, table.rows, size):
-                stop = min(start + size, table.rows)
-                values = initial_rows(self.seed, index, table.rows, table.dim, start, stop)
-                weight[start:stop].copy_(values)
+            put = partial(put_block, weight.detach())
+            draw_tables(self.seed, [index], RowLayout([table], 1), put)
 
     def prepare(self, steps: int) -> None:
         """See `Contender.prepare`."""
@@ -151,19 +145,9 @@ class Yardstick(ABC, Contender):
         loss.backward()
         self.update()
         self._optimizer.step()
-        self._keep_pace()
+        self._pace.keep()
         loss = loss.detach()
         return lambda: loss.item()
-
-    def _keep_pace(self) -> None:
-        """Let the host be no more steps ahead of a GPU than the package's own modes are."""
-        if self.device.type != "cuda":
-            return
-        done = torch.cuda.Event()
-        done.record()
-        self._issued.append(done)
-        if len(self._issued) > _AHEAD:
-            self._issued.popleft().synchronize()
 
     def close(self) -> None:
         """See `Contender.close`."""

@@ -38,7 +38,7 @@ from distcache.trainer import build
 from distcache.trainer.checkpoint import TrainerState
 from distcache.trainer.record import EvalResult, Evaluation, Progress
 from distcache.trainer.schedule import Schedule, make_schedule
-from distcache.trainer.trainer import Loop, Outcome, Run, identity_of, resumed_state
+from distcache.trainer.trainer import Loop, Outcome, Run, find_start, identity_of
 
 log = logging.getLogger("distcache.evaluate")
 
@@ -117,15 +117,16 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
     was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
     identity = identity_of(config, world, source, tables)
     identity = replace(identity, world_size=was["world_size"])
-    start = resumed_state(config, world, identity)
+    start = find_start(config, world, run_dir, identity)
     mode = build.build_parallel(config, world, tables, model, source)
     take = None if predictions is None else partial(write_predictions, predictions)
     run = EvaluationRun(config, world, run_dir, source, tables, mode, start, take=take)
     summary = run.go(build.build_rates(config)).summary
     if world.is_first:
-        log.info("%s, step %s: %s", config.trainer.resume, f"{start.step:,}", EvalResult(**summary))
+        step = start.state.step
+        log.info("%s, step %s: %s", config.trainer.resume, f"{step:,}", EvalResult(**summary))
         if metrics is not None:
-            write_json(metrics, {"step": start.step} | summary)
+            write_json(metrics, {"step": step} | summary)
 
 
 @dataclass(frozen=True)

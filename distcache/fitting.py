@@ -22,13 +22,13 @@ from distcache.data.batch import Batch
 from distcache.data.own import OwnBatches, eval_batches
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
-from distcache.train import needs_shared_folder, open_run_folder
+from distcache.train import is_restart, needs_shared_folder, open_run_folder
 from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import RunIdentity, TrainerState, check_run_folder
+from distcache.trainer.checkpoint import RunIdentity, Start, TrainerState, check_run_folder
 from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
-from distcache.trainer.trainer import Loop, Outcome, Run, TrainResult, identity_of, resumed_state
+from distcache.trainer.trainer import Loop, Outcome, Run, TrainResult, find_start, identity_of
 
 _ARGUMENTS = {"parallel.mode": "parallel", "optim.name": "optimizer"}
 """Keys that `distcache.fit` takes as arguments, by these names."""
@@ -68,14 +68,18 @@ class OwnRun(Run):
     evaluate: Iterable[Any] | None = field(default=None, kw_only=True)
     eval_count: int = field(default=0, kw_only=True)
 
-    def resume(self, start: TrainerState) -> None:
+    def resume(self, files: World) -> Start:
         """See `Run.resume`; the loader goes back to where it was after the last trained batch."""
-        path = self.config.trainer.resume
-        if path is not None:
-            own = {self._key(): b""}
-            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start, own)
-            together(self.world, lambda: self.train.resume(own[self._key()]))
+        start = super().resume(files)
         together(self.world, self.train.open)
+        return start
+
+    def load(self, start: Start, files: World) -> None:
+        """See `Run.load`."""
+        if start.folder is not None:
+            own = {self._key(): b""}
+            checkpoint.load(start, self.mode, files, own)
+            together(self.world, lambda: self.train.resume(own[self._key()]))
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """The position of this rank's loader."""
@@ -320,12 +324,13 @@ def fit(
         agree_on(own_world, _compared(config, specs))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given))
+        again = "run.dir" in given and is_restart()  # else the folder may be of another call
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given, again))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
-        start = resumed_state(config, own_world, replace(identity, global_batch_size=0))
+        start = find_start(config, own_world, run_dir, replace(identity, global_batch_size=0))
         if opens_window(config) or parallel == "hybrid":  # whose kernels are made for weights
             ids, weighted = zip(*together(own_world, train.first_look), strict=True)
             source = replace(source, ids_per_step=max(ids))

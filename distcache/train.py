@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ from distcache.errors import ConfigError, DistcacheError
 
 log = logging.getLogger("distcache.train")
 
-_OF_A_RUN = ("summary.json", "metrics.jsonl", "model", "model.old")
+_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "model", "model.old")
 """What a run folder holds that another run must not take the place of by accident."""
 
 
@@ -73,6 +74,7 @@ def launch(
     """Run this rank of a job: what `go` makes of what rank 0 composes; its exit code."""
     take_over_ctrl_c()
     end_with_agent()
+    os.umask(0o077)  # what a run leaves is its owner's
     place = Place()
     store = None
     try:
@@ -107,6 +109,8 @@ def agree(
         composed = (compose or compose_command_line)(place)
         if composed.text is not None:
             checked_config(composed.text, place)
+            if compose is None:  # what goes on after a restart is training
+                composed = Composed(of_this_generation(composed.text))
         agreed = composed
     except SystemExit as stop:
         number = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -121,6 +125,28 @@ def agree(
     return agreed
 
 
+def of_this_generation(text: str) -> str:
+    """A configuration with the run folder that the first ranks of this torchrun job have taken, and
+    with the checkpoints there, if torchrun has started the ranks again."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return text
+    from distcache.trainer.checkpoint import finished
+
+    config, run = OmegaConf.create(text), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
+    # The name of the folder may be the time, so another one each time it is asked for.
+    config.run.dir = store.compare_set(f"distcache/{run}/run_dir", "", config.run.dir).decode()
+    if is_restart() and finished(Path(config.run.dir)):
+        config.trainer.resume = "auto"
+    return OmegaConf.to_yaml(config)
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this job's ranks again, after one of them failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
     # Imported here: `--help` and `--cfg job` need no trainer.
@@ -130,7 +156,7 @@ def run(config: Config, place: Place, store: dist.Store | None, given: Collectio
     def work(world: World) -> None:
         run_dir = Path(config.run.dir)
         if world.is_first:
-            open_run_folder(run_dir, config, world, given)
+            open_run_folder(run_dir, config, world, given, is_restart())
         dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
         train(config, world, run_dir)
@@ -174,28 +200,31 @@ def needs_shared_folder(config: Config) -> str | None:
 
 
 def open_run_folder(
-    run_dir: Path, config: Config, world: World, given: Collection[str] = ()
+    run_dir: Path,
+    config: Config,
+    world: World,
+    given: Collection[str] = (),
+    restarted: bool = False,
 ) -> None:
     """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is,
     and which of the `given` keys have no use in this run.
 
-    Raises ConfigError where that is not possible, and for a folder that holds another run unless
-    `run.overwrite` is set: what that run measured and saved is then removed.
+    Raises ConfigError where that is not possible, and for a folder that holds another run, which
+    this one does not go on with, unless `run.overwrite` is set: what that run measured and saved
+    is then removed. One that is `restarted` goes on with what it left.
     """
-    resume = config.trainer.resume
-    again = resume is not None and run_dir.resolve() in Path(resume, "model").resolve().parents
-    # A run that failed at its first step leaves empty files at most.
-    files = [] if again else [path for name in _OF_A_RUN if (path := run_dir / name).exists()]
-    kept = [path.name for path in files if path.stat().st_size > 0]
+    kept = [] if restarted else left_over(run_dir, config.trainer.resume, config.run.overwrite)
     if kept and not config.run.overwrite:
+        names = ", ".join(path.name for path in kept)
         raise ConfigError(
-            f"run.dir={run_dir} holds another run ({', '.join(kept)}): name another folder, go on "
-            f"with that run by trainer.resume={run_dir}, or remove it by run.overwrite=true"
+            f"run.dir={run_dir} holds another run ({names}), and trainer.resume="
+            f"{config.trainer.resume} does not go on with it: name another folder, or remove it by "
+            "run.overwrite=true"
         )
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for name in kept:
-            path = run_dir / name
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)  # what was trained on may be nobody else's affair
+        for path in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
         (run_dir / "bad_lines.json").unlink(missing_ok=True)
@@ -217,6 +246,23 @@ def open_run_folder(
     )
     if idle := without_use(config, world.size, given):
         log.info("without use in this mode, on %d rank(s): %s", world.size, ", ".join(idle))
+
+
+def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:
+    """What a run has left in `run_dir`, for which one with `resume` has no use."""
+    from distcache.trainer.checkpoint import finished
+
+    # A run that failed at its first step leaves empty files and folders at most.
+    there = [path for name in _OF_A_RUN if (path := run_dir / name).exists()]
+    files = [own for own in there if (any(own.iterdir()) if own.is_dir() else own.stat().st_size)]
+    if resume == "auto":
+        return [] if finished(run_dir) and not overwrite else files
+    if resume == "never" or run_dir.resolve() not in Path(resume, "model").resolve().parents:
+        return files
+    # It goes on in its own folder: later checkpoints would be of another trajectory.
+    begin = [folder.resolve() for folder in finished(Path(resume))[:1]]
+    later = takewhile(lambda folder: folder.resolve() not in begin, finished(run_dir))
+    return list(later) if begin else []
 
 
 def report(error: Exception, place: Place, store: dist.Store | None) -> int:

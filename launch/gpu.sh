@@ -6,7 +6,7 @@
 #   bash launch/gpu.sh [--dry-run] quick           what says most, in eight minutes after the set-up
 #
 #   OUT=docs/results/gpu   folder of reports and logs
-#   PART_S=900             seconds after which a part is cut off
+#   PART_S=900             seconds after which a part is cut off; of `quick`, each has its own
 #   PYTHON=...             an interpreter that has distcache's packages; then nothing is set up
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -29,19 +29,19 @@ arguments_of() {
         tests) command=(-m pytest -m gpu -q -p no:cacheprovider tests) ;;
         kernels) command=(-m benchmarks.kernels device=cuda) ;;
         access) command=(-m benchmarks.rows parts=device device=cuda) ;;
-        step_64) command=("${step[@]}" batch=16384 width=64 "modes=$all,serial") ;;
-        step_128) command=("${step[@]}" batch=16384 width=128 "modes=$all") ;;
-        zero_copy_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident store.access=zero_copy) ;;
-        embeddings_64) command=("${step[@]}" batch=16384 width=64 "modes=$all" model=embeddings) ;;
-        small_batch_64) command=("${step[@]}" batch=4096 width=64 "modes=$all") ;;
-        fbgemm_64) command=("${step[@]}" batch=16384 width=64 modes=data,uvm,uvm_prefetch) ;;
+        step_64) command=("${step[@]}" batch=16384 widths=64 "modes=$all,serial") ;;
+        step_128) command=("${step[@]}" batch=16384 widths=128 "modes=$all") ;;
+        zero_copy_64) command=("${step[@]}" batch=16384 widths=64 modes=data,resident store.access=zero_copy) ;;
+        embeddings_64) command=("${step[@]}" batch=16384 widths=64 "modes=$all" model=embeddings) ;;
+        small_batch_64) command=("${step[@]}" batch=4096 widths=64 "modes=$all") ;;
+        fbgemm_64) command=("${step[@]}" batch=16384 widths=64 modes=data,uvm,uvm_prefetch) ;;
         fbgemm_adam_64)
-            command=("${step[@]}" batch=16384 width=64 modes=data,uvm,uvm_prefetch optimizer=adam)
+            command=("${step[@]}" batch=16384 widths=64 modes=data,uvm,uvm_prefetch optimizer=adam)
             ;;
-        quick_64 | quick_128)
-            command=("${step[@]}" batch=16384 "width=${1#quick_}" "modes=$all" repetitions=3 warmup_most=100)
+        quick_steps)
+            command=("${step[@]}" batch=16384 widths=64,128 "modes=$all" repetitions=3 warmup_most=100)
             ;;
-        terabyte_64) command=("${step[@]}" batch=16384 width=64 modes=data,resident size=terabyte) ;;
+        terabyte_64) command=("${step[@]}" batch=16384 widths=64 modes=data,resident size=terabyte) ;;
         *) return 1 ;;
     esac
     if [[ "$1" != tests ]]; then
@@ -49,9 +49,11 @@ arguments_of() {
     fi
 }
 
-wanted=("${@:-${parts[@]}}") limit="${PART_S:-900}"
+wanted=("${@:-${parts[@]}}")
+declare -A limits=()
 if [[ "${wanted[*]}" == quick ]]; then
-    wanted=(kernels quick_64 quick_128) limit="${PART_S:-160}"
+    wanted=(quick_steps tests kernels access)
+    limits=([quick_steps]=210 [tests]=130 [kernels]=80 [access]=50)
 fi
 for part in "${wanted[@]}"; do
     if ! arguments_of "$part"; then
@@ -98,7 +100,7 @@ for part in "${wanted[@]}"; do
         continue
     fi
     arguments_of "$part"
-    began=$SECONDS code=0
+    began=$SECONDS code=0 limit="${PART_S:-${limits[$part]:-900}}"
     timeout --signal=INT --kill-after=20 "$limit" "$PYTHON" "${command[@]}" >"$out/$part.log" 2>&1 &
     running=$!
     trap stop INT TERM

@@ -142,8 +142,8 @@ left-alone: a rank that goes on with a stream that the others have left says so
   + if False:
   tests/pipeline/test_streams.py -k left
 stops-of-rank-0: a request to stop on any rank stops all after the same step
-  - stop=any(stops)
-  + stop=bool(stops[0])
+  - stop = any(of & STOP for of in bits)
+  + stop = bool(bits[0] & STOP)
   tests/pipeline/test_step_numbers.py
 bad-losses-forgotten: nothing applies after a loss that is not finite
   - self._enabled & torch.isfinite

@@ -68,7 +68,7 @@ def train(
             mode.eval_step(step)
             continue
         at_step(step.batch.index)
-        result = mode.train_step(step, stop=step.batch.index == stop_at)
+        result = mode.train_step(step, step.batch.index == stop_at)
         losses.append(result.loss)
         if result.stop:
             break

@@ -157,10 +157,12 @@ def in_parts(losses: str, weights: str, state: dict[str, Any]) -> str:
 
 
 def of_run(folder: Path) -> str:
-    """The digest of a run folder with `summary.json` and `model/`."""
+    """The digest of a run folder with `summary.json` and a checkpoint at its end."""
     summary = json.loads((folder / "summary.json").read_text())
-    dcp_to_torch_save(folder / "model", folder / "model.pt")
+    saved = max(folder.glob("checkpoints/step_*"), default=folder / "model")
+    dcp_to_torch_save(saved, folder / "model.pt")
     state = torch.load(folder / "model.pt", weights_only=False)
+    state = {name: value for name, value in state.items() if name.startswith(("tables", "dense"))}
     return in_parts(summary["loss_digest"], summary["state_digest"], state)
 
 
@@ -201,7 +203,7 @@ def trainer(case: Case, rank: int, folder: Path) -> str:
     batches = [batch_of(case, rank, step) for step in range(STEPS)]
     for first, last in case.runs:
         given |= {"trainer.steps": last, "run.dir": str(folder / f"to-{last}")}
-        given |= {"trainer.resume": str(folder / f"to-{first}") if first else None}
+        given |= {"trainer.resume": str(folder / f"to-{first}")} if first else {}
         how = {"parallel": parallel, "optimizer": case.optimizer, "settings": given}
         distcache.fit(batches, specs, Net(case), **how)
     return of_run(folder / f"to-{STEPS}") if rank == 0 else ""

@@ -128,6 +128,19 @@ def byte_count(key: str, text: str, kilo: int = 1024) -> int:
     return int(number * kilo ** ("kmgt".index(found[3]) + 1 if found[3] else 0))
 
 
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def cadence(every: Any) -> tuple[int | None, float | None]:
+    """The steps, or the seconds, of `trainer.checkpoint_every`; (None, None) for `end`."""
+    found = re.fullmatch(r"([1-9]\d*)|(\d*\.?\d*[1-9]\d*)(s|min|h)|end", str(every))
+    if found is None:
+        how = "give steps (1000), a time (90s, 30min, 2h) or end"
+        raise ConfigError(f"trainer.checkpoint_every={every}: {how}")
+    steps, time, unit = found.groups()
+    return (int(steps) if steps else None), (float(time) * _UNITS[unit] if time else None)
+
+
 def _is_count(value: Any, least: int = 0) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
@@ -371,6 +384,7 @@ def _check_parts(config: Config, local_size: int) -> str:
     refuse(_batching(config))
     check_cache(config.cache)
     refuse(_optim(config.optim))
+    cadence(config.trainer.checkpoint_every)
     device = _check_device(config, local_size)
     if config.parallel.mode == "hybrid":
         refuse(_hybrid(config, device))
@@ -433,10 +447,11 @@ def _check_device(config: Config, local_size: int) -> str:
     trainer = config.trainer
     gpus = 0 if trainer.device == "cpu" else torch.cuda.device_count()
     few = trainer.backend == "nccl" and gpus < local_size
-    no_folder = trainer.resume is not None and not Path(trainer.resume).is_dir()
+    no_folder = trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir()
     wasted = trainer.amp != "off" and trainer.dtype != "float32"
     told: Refusals = {
-        f"trainer.resume={trainer.resume} is no folder: give a run folder or its model/": no_folder,
+        f"trainer.resume={trainer.resume} is no folder: give a run folder or one of its "
+        "checkpoints/, auto or never": no_folder,
         f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products have 8 "
         "bits, float64 around them is wasted: use trainer.amp=off or trainer.dtype=float32": wasted,
         "trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu": (

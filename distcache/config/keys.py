@@ -153,7 +153,8 @@ def without_use(config: Config, world_size: int, given: Collection[str]) -> list
         "model.cross_layers model.cross_rank": config.model.name == "dlrm",
         "data.on_bad_line": data.name in ("synthetic", "parquet"),
         "optim.decay_start": not config.optim.decay_steps,
-        "trainer.resume_data": config.trainer.resume is None,
+        "trainer.resume_data": config.trainer.resume == "never",
+        "trainer.checkpoint_every": not config.run.save,
     }
     keys = {key for words, is_so in idle.items() if is_so for key in words.split()}
     return [f"{key}={attrgetter(key)(config)}" for key in sorted(keys.intersection(given))]

@@ -247,8 +247,17 @@ class TrainerConfig:
     the rank's share of the cores, at most 16, else 1."""
     timeout_s: float = 300.0
     """Seconds that a wait on other ranks may last."""
-    resume: str | None = None
-    """A run folder, or its `model/`, to go on from."""
+    resume: str = "auto"
+    """`auto`: go on from the newest whole checkpoint of `run.dir`, if it has one; `never`; or the
+    run folder, or one of its `checkpoints/`, to go on from."""
+    checkpoint_every: Any = "30min"
+    """Steps (`1000`) or time (`90s`, `30min`, `2h`) from checkpoint to checkpoint; `end`: one at
+    the end alone. None with `run.save=false`."""
+    keep_checkpoints: int = least(1, 3)
+    """How many of the newest checkpoints are kept."""
+    keep_best: str = choice("none", "eval_auc", "eval_logloss", "eval_ne")
+    """The metric by which the best checkpoint is kept too; one is written at each evaluation that
+    is better than all before."""
     schedule: str = choice("overlapped", "serial")
     """`overlapped`: rows move beside the steps before; `serial`: one stage after the other."""
     trace: bool = False
@@ -266,9 +275,9 @@ class RunConfig:
     dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}-${parallel.mode}"
     """The run folder; a relative path starts at the working directory."""
     overwrite: bool = False
-    """Remove the run that `run.dir` holds already; else such a folder is refused."""
+    """Remove the run that `run.dir` holds already, and begin anew."""
     save: bool = True
-    """Write `model/` at the end (always on Ctrl-C and on a non-finite loss)."""
+    """Write checkpoints (always on Ctrl-C and on a non-finite loss)."""
     digest: str = choice("auto", "true", "false")
     """SHA-256 over the final state: `true`, `false`, or `auto` (tables of at most 4 GiB)."""
     sweep_ranks: int = least(1, 1)

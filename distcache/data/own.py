@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -45,8 +47,11 @@ class OwnBatches:
         return len(self._loader) * self._epochs  # type: ignore[arg-type]
 
     def resume(self, position: bytes) -> None:
-        """Go on after the item that `position` was taken after; before `open`."""
-        self._start = pickle.loads(position)
+        """Go on after the item that `position` was taken after; before `open`.
+
+        Raises ConfigError for a position that cannot be read, or is of another kind of loader.
+        """
+        self._start = _unpacked(position)
         if self._stateful != (self._start["loader"] is not None) and self._start["items"]:
             was, now = ("with", "without") if self._start["loader"] else ("without", "with")
             raise ConfigError(
@@ -59,10 +64,15 @@ class OwnBatches:
             self._loader.load_state_dict(self._start["loader"])  # type: ignore[attr-defined]
 
     def open(self) -> None:
-        """Begin the first pass, with its workers where it has some; from the main thread."""
+        """Begin the first pass, with its workers where it has some; from the main thread.
+
+        Raises ConfigError for a position that no checkpoint could be resumed from.
+        """
         if self._items is None:
             self._set_epoch(self._start["epoch"])
             self._items = iter(self._loader)
+            if self._stateful:
+                _unpacked(_packed(self._loader.state_dict()))  # type: ignore[attr-defined]
 
     def first_look(self) -> tuple[int, bool]:
         """Ids of the first item, which is still the first that `batches` gives, and whether they
@@ -86,14 +96,14 @@ class OwnBatches:
         Raises DataError for a step that is further back than is remembered.
         """
         if not self._positions:
-            return pickle.dumps(self._start)  # nothing was drawn
+            return _packed(self._start)  # nothing was drawn
         if step not in self._positions:
             first, last = min(self._positions), max(self._positions)
             raise DataError(
                 f"the loader's position after {step} steps is not known, only those after {first} "
                 f"to {last}: batches were drawn too far ahead"
             )
-        return self._positions[step]
+        return _packed(pickle.loads(self._positions[step]))  # made by this process
 
     def batches(self, first_step: int) -> Iterator[Batch]:
         """Training batches from step `first_step` on, after `open`; their global size is not known
@@ -159,6 +169,46 @@ class OwnBatches:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+
+
+def _packed(position: Any) -> bytes:
+    """A position as a checkpoint has it."""
+    file = io.BytesIO()
+    torch.save(position, file)
+    return file.getvalue()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads pickles of what Python has built in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raises UnpicklingError."""
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _unpacked(position: bytes) -> Any:
+    """The position in what `_packed` gave. Raises ConfigError."""
+    try:
+        if position[:1] == pickle.PROTO:  # of a checkpoint of format 2
+            return _PlainUnpickler(io.BytesIO(position)).load()
+        return load_plain(position)
+    except (DataError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            "the loader's state_dict() is no position that a checkpoint can have, which holds "
+            f"numbers, texts, tensors, and lists and dictionaries of these alone: {error}"
+        ) from error
+
+
+def load_plain(data: bytes) -> Any:
+    """What torch.save made of tensors and of values that Python has built in; no code of it is run.
+
+    Raises DataError that names anything else.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever bytes make of it
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise DataError(f"it asks for {found[1]}" if found else "it cannot be read") from error
 
 
 def eval_batches(

@@ -528,7 +528,7 @@ class CollectionTables:
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
             self._judged.append((flight.step, counted, there, streams.mark(COMPUTE)))
         flight.after = streams.mark(COMPUTE)
-        with engine.whole():
+        with engine.whole:
             with engine.stage(APPLY, flight):
                 engine.apply(flight, step.view.sums(), lr, step.choices, enabled)
             engine.return_rows(flight)

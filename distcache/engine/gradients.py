@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -467,7 +467,9 @@ class DenseGradients:
         self._views = [
             part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)
         ]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        self._pairs = list(zip(self.parameters, self._views, strict=True))
+        self._chunks = self.flat.split(CHUNK_ELEMENTS)
+        for parameter, view in self._pairs:
             parameter.grad = view
 
     def zero(self) -> None:
@@ -513,17 +515,20 @@ class DenseGradients:
 
     def _gather(self) -> None:
         """Let the gradients be views of `flat`; of parameters without one, zeros."""
-        views, found = [], []
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
+        found = [parameter.grad for parameter in self.parameters]
+        # zero_grad() lets go of a view, backward makes another; copied by one kernel, if by any.
+        made = [
+            (view, own)
+            for view, own in zip(self._views, found, strict=True)
+            if own is not None and own is not view
+        ]
+        if made:
+            torch._foreach_copy_(*zip(*made, strict=True))
+        for (parameter, view), own in zip(self._pairs, found, strict=True):
+            if own is None:
                 view.zero_()
-            elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
-                views.append(view)
-                found.append(parameter.grad)
             # An optimizer would move a frozen one by a gradient of zeros (momentum, Adam, decay).
             parameter.grad = view if parameter.requires_grad else None
-        if views:
-            torch._foreach_copy_(views, found)  # one kernel, where there are kernels
 
     def close(self) -> None:
         """Let go of the groups that the first `sum` made; called by all ranks."""
@@ -541,10 +546,7 @@ class DenseGradients:
         if link is None:
             raise RuntimeError("sum() joins the ranks first")
         self._gather()
-        waits = [
-            link.start_all_reduce(chunk, DENSE, "dense gradients")
-            for chunk in self.flat.split(CHUNK_ELEMENTS)
-        ]
+        waits = [link.start_all_reduce(chunk, DENSE, "dense gradients") for chunk in self._chunks]
 
         def finish() -> None:
             for wait in waits:
@@ -558,18 +560,24 @@ class StepResult:
     """What all ranks agree on after a training step.
 
     `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite
-    (then nothing was applied); `stop`: whether some rank asked to stop after this step.
+    (then nothing was applied); `stop`: whether some rank asked to stop after this step; `save`:
+    whether some rank asked for a checkpoint, and none is busy with one.
     """
 
     loss: float
     bad_ranks: tuple[int, ...]
     stop: bool
+    save: bool = False
 
 
-def words(loss: Tensor, stop: bool) -> Tensor:
+STOP, SAVE, BUSY = 1, 2, 4
+"""Bits of what a rank asks for with a step, and of what it is busy with: writing a checkpoint."""
+
+
+def words(loss: Tensor, asks: int) -> Tensor:
     """What a rank says at the end of a step, float64 `[2]` on the loss' device: its share of the
-    global mean loss, and 1 where it wants to stop."""
-    said = loss.new_full((2,), float(stop), dtype=torch.float64)
+    global mean loss, and the bits of what it asks for."""
+    said = loss.new_full((2,), float(asks), dtype=torch.float64)
     said[0] = loss.detach()
     return said
 
@@ -580,18 +588,20 @@ def agreement(said: Tensor) -> StepResult:
     Losses are added up in rank order. Where they come to no finite number, `bad_ranks` are those
     whose own is none, or all ranks.
     """
-    losses, stops = zip(*said.tolist(), strict=True)
+    losses, asks = zip(*said.tolist(), strict=True)
+    bits = [int(of) for of in asks]
     total = 0.0
     for loss in losses:
         total += loss
     bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if not bad and not math.isfinite(total):
         bad = list(range(len(losses)))
-    return StepResult(loss=total, bad_ranks=tuple(bad), stop=any(stops))
+    stop = any(of & STOP for of in bits)
+    save = any(of & SAVE for of in bits) and not any(of & BUSY for of in bits)
+    return StepResult(total, tuple(bad), stop, save)
 
 
-@dataclass(frozen=True)
-class Control:
+class Control(NamedTuple):
     """A step's words on their way to the host: `said` float64 `[W, 2]` there once `mark` is
     reached, and on the device `enabled`, bool `[1]`: whether all losses so far were finite."""
 
@@ -625,10 +635,10 @@ class ControlRing:
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
 
-    def start(self, loss: Tensor, stop: bool) -> Callable[[], Control]:
-        """Tell all ranks `loss` (one element, on the device) and this rank's `stop`; call it for
-        what all said."""
-        wait = self._link.start_all_gather(words(loss, stop), PLANNING, "loss and control")
+    def start(self, loss: Tensor, asks: int) -> Callable[[], Control]:
+        """Tell all ranks `loss` (one element, on the device) and what this rank `asks` for; call it
+        for what all said."""
+        wait = self._link.start_all_gather(words(loss, asks), PLANNING, "loss and control")
 
         def finish() -> Control:
             said = wait()

@@ -18,8 +18,8 @@ class Snapshot:
     """The tables of one node as they are when this is made: after a flush, while nothing moves, by
     all ranks.
 
-    `folder`: for old rows, there already, empty, and seen by all ranks of the node; `block` may be
-    called by any thread until all ranks have called `close`.
+    `folder`: for old rows, there already, without any, and seen by all ranks of the node; `block`
+    may be called by any thread until all ranks have called `close`.
     """
 
     def __init__(self, folder: Path, groups: Sequence[GroupRows], whole: WholeTables) -> None:

@@ -44,9 +44,10 @@ from distcache.store.rows import (
     ZERO_COPY,
     Rows,
     RowStore,
-    block_rows,
     create_stores,
+    draw_tables,
     initial_rows,
+    put_block,
 )
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
@@ -145,22 +146,13 @@ def _make_caches(
         size = (count, group.dim, width, settings.dtype, world.device)
         made.append(DeviceCache(*size, state_slots=own, validate=settings.validate))
         if settings.mode == "resident":
-            _initialise(group, made[-1], settings.seed, update.initial_state(group.dim))
+            # Every row in the slot of its own number, from the bits that a store would have.
+            put = partial(put_block, made[-1].weight)
+            draw_tables(settings.seed, group.tables, group.layout, put, world.local_size)
+            if made[-1].state is not None:
+                made[-1].state.fill_(update.initial_state(group.dim))
+            made[-1].slot_row[:] = np.arange(group.layout.rows)
     return made
-
-
-def _initialise(group: TableGroup, cache: DeviceCache, seed: int, state: float) -> None:
-    """Every row in the slot of its own number, from the bits that a store would have."""
-    size = block_rows(group.dim)
-    for place, table in enumerate(group.tables):
-        rows, offset = group.layout.tables[place].rows, int(group.layout.offsets[place])
-        for start in range(0, rows, size):
-            stop = min(start + size, rows)
-            block = initial_rows(seed, table, rows, group.dim, start, stop)
-            cache.weight[offset + start : offset + stop] = block.to(cache.weight)
-    if cache.state is not None:
-        cache.state.fill_(state)
-    cache.slot_row[:] = np.arange(group.layout.rows)
 
 
 def make_planner(
@@ -456,8 +448,9 @@ class WholeTables:
         """`tables.<name>.weight` `[rows, D]` and `tables.<name>.<state>` of all tables, for
         `torch.distributed.checkpoint`.
 
-        Views of the store on one node, where only the first of the ranks that share it names them;
-        ranks with copies of their own (`resident`) all do, and one of them is written. On several
+        Views of the store on one node, of which each row is written by one of the ranks, and read,
+        where not `filled`, by the first, which alone names them then; ranks with copies of their
+        own (`resident`) all name and read them. On several
         nodes shards in files under `scratch` (the system's folder for them, where it is None or not
         there), with the rows' values where `filled`, else with zeros, to be loaded into. Raises
         DistcacheError where a disk does not hold this rank's part.
@@ -471,7 +464,7 @@ class WholeTables:
                     self._read(index, own)
                 for name, (part, _) in own.items():
                     state[name] = self._as_sharded(index, part)
-        elif self._groups[0].store is None or not self._world.local_rank:
+        elif self._groups[0].store is None or filled or not self._world.local_rank:
             for index, table in enumerate(self._tables):
                 weight, extra = self.local(index)
                 state[f"tables.{table.name}.weight"] = weight

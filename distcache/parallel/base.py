@@ -26,6 +26,7 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
 from distcache.engine.movement import MoveCounts
+from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import (
     TRAINING,
     TRAINING_LANE,
@@ -76,7 +77,7 @@ class LateResult(StepResult):
         object.__setattr__(self, "_read", read)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("loss", "bad_ranks", "stop"):
+        if name in ("loss", "bad_ranks", "stop", "save"):
             return getattr(object.__getattribute__(self, "_read")(), name)
         return object.__getattribute__(self, name)
 
@@ -99,8 +100,9 @@ class Parallel(ABC):
         """The batches with what the mode must know before each runs (plans), in order."""
 
     @abstractmethod
-    def train_step(self, step: Step, stop: bool = False) -> StepResult:
-        """Forward, backward, sync and apply; `stop`: this rank asks to stop after this step."""
+    def train_step(self, step: Step, asks: int = 0) -> StepResult:
+        """Forward, backward, sync and apply; `asks`: bits (`gradients.STOP` ...) that this rank
+        tells all ranks with this step."""
 
     @abstractmethod
     def eval_step(self, step: Step) -> Tensor:
@@ -124,6 +126,11 @@ class Parallel(ABC):
     @abstractmethod
     def dense_state(self) -> dict[str, Tensor]:
         """The dense parameters by name, unwrapped, in parameter order (CPU or device tensors)."""
+
+    def snapshot(self, folder: Path) -> Snapshot | None:
+        """The tables of `state_dict` as they are now, after a flush, to be read while steps go on;
+        `folder`: see `Snapshot`. None where tables must be read before the next step."""
+        return None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

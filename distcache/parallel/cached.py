@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts
+from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
@@ -89,7 +91,7 @@ class Outcome:
     step; `buffers`: those of the dense model that are saved, and their values before the step.
     """
 
-    stop: bool = False
+    asks: int = 0
     loss: Tensor | None = None
     sums: RowSums | None = None
     logits: Tensor | None = None
@@ -101,7 +103,7 @@ class Outcome:
 class CachedParallel(Parallel):
     """Tables as rows in slots, dense part replicated, all gradients summed over ranks.
 
-    `applied`: steps applied so far, int64 (also in the checkpoint); after `flush` exactly, on every
+    `applied`: steps applied so far (also in the checkpoint, int64); after `flush` exactly, on every
     device. A loss that is not finite is sticky: nothing applies after it.
     """
 
@@ -129,7 +131,7 @@ class CachedParallel(Parallel):
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
-        self.applied = torch.zeros((), dtype=torch.int64)
+        self.applied = 0
         self._embedding_lr = 0.0
         self._bad_ranks: tuple[int, ...] = ()
         self._due: Flight | None = None
@@ -206,11 +208,11 @@ class CachedParallel(Parallel):
         return flight
 
     @torch.no_grad()
-    def train_step(self, step: Step, stop: bool = False) -> StepResult:
+    def train_step(self, step: Step, asks: int = 0) -> StepResult:
         """See `Parallel.train_step`."""
         flight, tables = self._begin(step), self.tables
-        flight.result.stop = stop
-        with tables.whole():
+        flight.result.asks = asks
+        with tables.whole:
             leaves = tables.open(flight)
             with tables.stage(FORWARD_BACKWARD, flight):
                 self._forward_backward(flight, leaves)
@@ -225,14 +227,15 @@ class CachedParallel(Parallel):
         self._read(self.result_delay)
         if self.result_delay:
             return LateResult(lambda: self._result(flight))
-        return self._result(flight)
+        return flight.result.agreement
 
     @torch.enable_grad()
     def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         outcome: Outcome = flight.result
         self.dense.zero()
-        buffers = (module._buffers.get(name) for module, name in self._buffers)
-        outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
+        if self._buffers:
+            buffers = (module._buffers.get(name) for module, name in self._buffers)
+            outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
         logits = self._predict(flight, [leaf.requires_grad_() for leaf in leaves])
         labels = flight.labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -250,7 +253,7 @@ class CachedParallel(Parallel):
         outcome: Outcome = flight.result
         gradients = [torch.zeros_like(at) if at.grad is None else at.grad for at in leaves]
         rows = self.tables.start_sum(flight, gradients)
-        dense, control = self.dense.start_sum(), self._control.start(outcome.loss, outcome.stop)
+        dense, control = self.dense.start_sum(), self._control.start(outcome.loss, outcome.asks)
         outcome.sums = rows()
         dense()
         outcome.control = control()
@@ -264,8 +267,7 @@ class CachedParallel(Parallel):
         if not self.result_delay and self._agreed(flight).bad_ranks:
             return
         self.applied += 1
-        count = int(self.applied)
-        self.tables.apply(flight, outcome.sums, self._embedding_lr, count, enabled)
+        self.tables.apply(flight, outcome.sums, self._embedding_lr, self.applied, enabled)
         if enabled is None:
             self.dense_optimizer.step()
         else:
@@ -280,7 +282,9 @@ class CachedParallel(Parallel):
         if outcome.agreement is None:
             agreement = outcome.control.read()
             self._bad_ranks = self._bad_ranks or agreement.bad_ranks
-            outcome.agreement = replace(agreement, bad_ranks=self._bad_ranks)
+            if self._bad_ranks:
+                agreement = replace(agreement, bad_ranks=self._bad_ranks)
+            outcome.agreement = agreement
             if self._bad_ranks and self.result_delay:  # it counted, before anybody knew
                 self.applied -= 1
                 uncount(self.dense_optimizer)
@@ -296,7 +300,7 @@ class CachedParallel(Parallel):
         """Look at the results of steps, in order, but for the last `keep` of them."""
         while len(self._unread) > keep:
             flight = self._unread[0]
-            with self.tables.whole():
+            with self.tables.whole:
                 self._agreed(flight)
             self._unread.popleft()
             record(self.clock, flight, self.streams)
@@ -305,7 +309,7 @@ class CachedParallel(Parallel):
         """See `Parallel.eval_step`."""
         flight, tables, counters = self._begin(step), self.tables, self.counters
         sent, between = counters.collective_bytes, counters.inter_node_bytes
-        with tables.whole(), torch.no_grad():
+        with tables.whole, torch.no_grad():
             leaves = tables.open(flight)
             with tables.stage(FORWARD, flight):
                 modes = [(module, module.training) for module in self._modules]
@@ -335,7 +339,7 @@ class CachedParallel(Parallel):
         failed half-way on one of them. After an error that the stream raised they have.
         """
         self._read(0)
-        self.tables.flush(int(self.applied))
+        self.tables.flush(self.applied)
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
@@ -345,13 +349,19 @@ class CachedParallel(Parallel):
         """See `Parallel.dense_state`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
+    def snapshot(self, folder: Path) -> Snapshot | None:
+        """See `Parallel.snapshot`: where this node has all rows, and the devices have copies."""
+        if self.settings.mode == "resident" or self.world.nodes.count > 1:
+            return None
+        return Snapshot(folder, self.tables.rows, self.tables.whole_tables)
+
     def state_dict(self) -> dict[str, Any]:
         """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
         return self.blank_state(filled=True)
 
     def blank_state(self, filled: bool = False) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
-        state = {"applied_steps": self.applied} | self.tables.whole_tables.state(
+        state = {"applied_steps": torch.tensor(self.applied)} | self.tables.whole_tables.state(
             self.scratch, filled
         )
         state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
@@ -364,7 +374,7 @@ class CachedParallel(Parallel):
         Raises PlanError once rows are cached, which would hide what was filled in.
         """
         self.tables.require_unused()
-        self.applied.copy_(state["applied_steps"])
+        self.applied = int(state["applied_steps"])
         model, optimizer = (
             {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
             for own in (_MODEL, _OPTIMIZER)

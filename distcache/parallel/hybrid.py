@@ -311,8 +311,10 @@ class HybridModel(nn.Module):
         return predict(self.dense, dense, vectors, self.amp)
 
 
-def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelParallel:
-    """The model under DistributedModelParallel: tables sharded, the dense part under DDP.
+def build(
+    world: World, spec: HybridSpec, dense: nn.Module, kind: type[HybridModel] = HybridModel
+) -> DistributedModelParallel:
+    """A model of this kind under DistributedModelParallel: tables sharded, dense part under DDP.
 
     Every local shard gets its rows of `initial_rows`, and its optimizer state the initial
     accumulator. `dense` is moved to the device. Learning rates start at 0. Collective.
@@ -338,7 +340,7 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     if own.name == "adam":
         options["beta1"], options["beta2"] = own.betas
     _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
-    model = HybridModel(ebc, dense.to(world.device), spec)
+    model = kind(ebc, dense.to(world.device), spec)
     plan = shared_plan(world, spec, ebc)
     dmp = DistributedModelParallel(
         model,
@@ -494,7 +496,7 @@ class HybridParallel(Parallel):
             )
         return batch
 
-    def train_step(self, step: Step, stop: bool = False) -> StepResult:
+    def train_step(self, step: Step, asks: int = 0) -> StepResult:
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
         batch = step.batch
         self._dmp.train()
@@ -507,7 +509,7 @@ class HybridParallel(Parallel):
                 logits = self._logits(batch)
             labels = to_device(batch.labels, self._world.device).to(logits)
             loss_sum = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-            result = self._agree(loss_sum.detach(), batch.global_size, stop)
+            result = self._agree(loss_sum.detach(), batch.global_size, asks)
             if result.bad_ranks:
                 return result
             self._dense.zero_grad()
@@ -553,9 +555,9 @@ class HybridParallel(Parallel):
         device = self._world.device
         return self._dmp(to_device(dense, device), jagged(ids, size, device))[:count]
 
-    def _agree(self, loss_sum: Tensor, global_size: int, stop: bool) -> StepResult:
-        """What the ranks' losses, stop requests and flags come to."""
-        said = words(loss_sum.double() / global_size, stop)
+    def _agree(self, loss_sum: Tensor, global_size: int, asks: int) -> StepResult:
+        """What the ranks' losses and what they ask for come to."""
+        said = words(loss_sum.double() / global_size, asks)
         said = self._link.start_all_gather(said, PLANNING, "loss and control")()
         self._link.settle("loss and control")
         return agreement(said)

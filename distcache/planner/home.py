@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from operator import itemgetter
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -84,7 +86,8 @@ class Parts:
         Returns the rows as their parts number them, int32; where each shelf begins, int64
         `[shelves + 1]`; and where each of `local` is now, int32.
         """
-        return divide_rows(local, _ONE_HOME, [self])
+        own = Shelves([self])
+        return own.divide([own.shelve(local)], [_NONE])[:3]
 
     def parts_of(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each local row, and its number there."""
@@ -127,15 +130,31 @@ def _bits(count: int) -> int:
     return max(count, 1).bit_length() - 1
 
 
-_ONE_HOME, _BLOCK = np.empty(0, np.int32), 1 << 20
+_NONE, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
 class Threads:
-    """Runs the parts of a home on `count` threads, this one among them."""
+    """Runs the parts of a home on `count` threads, this one among them.
+
+    They take calls from one queue: those of a pool take several times as long to begin.
+    """
 
     def __init__(self, count: int = 1) -> None:
-        self.count = count
-        self._pool = ThreadPoolExecutor(count - 1, "distcache-part") if count > 1 else None
+        self.count, self._asked = count, SimpleQueue[Any]()
+        how: dict[str, Any] = {"target": self._work, "name": "distcache-part", "daemon": True}
+        self._others = [Thread(**how) for _ in range(count - 1)]
+        for thread in self._others:
+            thread.start()
+
+    def _work(self) -> None:
+        """Calls, until there is None, with what takes the place of each, its result and error."""
+        while (asked := self._asked.get()) is not None:
+            told, place, call, of = asked
+            try:
+                told.put((place, call(*of), None))
+            except BaseException as error:
+                told.put((place, None, error))
+            del asked, told, call, of  # or what they hold would live until the next call
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
         """What each thread gets of so many pieces: from which on, up to which."""
@@ -148,63 +167,81 @@ class Threads:
 
     def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
         """What `call` returns for each of `arguments`, all at the same time."""
-        if self._pool is None or len(arguments) < 2:
+        if not self._others or len(arguments) < 2:
             return [call(*of) for of in arguments]
-        others = [self._pool.submit(call, *of) for of in arguments[1:]]
+        told = SimpleQueue[Any]()
+        for place, of in enumerate(arguments[1:]):
+            self._asked.put((told, place, call, of))
         try:
             own = call(*arguments[0])
-        finally:
-            wait(others)  # whatever comes of this: they work on what this thread has
-        return [own, *(other.result() for other in others)]
+        finally:  # whatever comes of this: they work on what this thread has
+            others = sorted((told.get() for _ in arguments[1:]), key=itemgetter(0))
+        for _, _, error in others:
+            if error is not None:
+                raise error
+        return [own, *(result for _, result, _ in others)]
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for _ in self._others:
+            self._asked.put(None)
+        for thread in self._others:
+            thread.join()
+        self._others = []
 
 
 ALONE = Threads()
 """The thread that calls."""
 
 
-def divide_rows(
-    local: np.ndarray,
-    homes: np.ndarray,
-    parts: Sequence[Parts],
-    pieces: Sequence[slice] = (slice(None),),
-    threads: Threads = ALONE,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Local rows int64 `[R]` sorted by home and shelf, stably.
+class Shelved(NamedTuple):
+    """A piece of local rows, `local` int64 `[n]` of `homes` int32 `[n]` (or none: all are of the
+    first); the shelf of each, `shelves` int32, and how many each has, `counts` int64."""
 
-    `homes` int32 `[R]`: of each, empty: all are of the first; `parts`: of each home; `pieces`: of
-    the rows, one after the other, for the `threads`. Returns the rows as their parts number them,
-    int32 `[R]`; where those of each shelf begin, int64 `[shelves + 1]`; and where each of `local`
-    is now, int32 `[R]`.
-    """
-    local = np.ascontiguousarray(local, dtype=np.int64)
-    shapes = np.stack([of.shape for of in parts])
-    ends = (1 << shapes[:, 0]).cumsum()
-    firsts, shelves = ends - (1 << shapes[:, 0]), int(ends[-1])
-    counts = np.empty((len(pieces), shelves), np.int64)
-    divided, places = np.empty(len(local), np.int32), np.empty(len(local), np.int32)
+    local: np.ndarray
+    homes: np.ndarray
+    shelves: np.ndarray
+    counts: np.ndarray
 
-    def given(piece: int) -> tuple:
-        own = pieces[piece]
-        return local[own], homes[own], shapes, firsts, counts[piece]
 
-    def shelve(piece: int) -> None:
-        loops.shelve_rows(*given(piece), places[pieces[piece]])
+class Shelves:
+    """Sorts local rows of homes, which have `parts`, by home and shelf, stably: in pieces, one
+    after the other, that threads `shelve` and then `divide`."""
 
-    def divide(piece: int) -> None:
-        loops.divide_rows(*given(piece), divided, places[pieces[piece]])
+    def __init__(self, parts: Sequence[Parts]) -> None:
+        shapes = np.stack([of.shape for of in parts])
+        ends = (1 << shapes[:, 0]).cumsum()
+        self._shapes, self._count = (shapes, ends - (1 << shapes[:, 0])), int(ends[-1])
 
-    each = [(piece,) for piece in range(len(pieces))]
-    threads.each(shelve, each)
-    starts = np.zeros(shelves + 1, np.int64)
-    counts.sum(axis=0).cumsum(out=starts[1:])
-    counts = starts[:-1] + counts.cumsum(axis=0) - counts
-    threads.each(divide, each)
-    return divided, starts, places
+    def shelve(self, local: np.ndarray, homes: np.ndarray = _NONE) -> Shelved:
+        """These rows as a piece."""
+        local = np.ascontiguousarray(local, dtype=np.int64)
+        found = np.empty(len(local), np.int32), np.empty(self._count, np.int64)
+        loops.shelve_rows(local, homes, *self._shapes, *found)
+        return Shelved(local, homes, *found)
+
+    def divide(
+        self, pieces: Sequence[Shelved], occurs: Sequence[np.ndarray], threads: Threads = ALONE
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the R rows of all pieces, sorted: how their parts number them, int32 `[R]`; where
+        those of each shelf begin, int64 `[shelves + 1]`; where each row is now, int32 `[R]`; and
+        where the ids of each begin, int32 `[R + 1]`. `occurs`: how many ids has each, int32 `[n]`
+        for each piece, or none: one."""
+        counts, starts = np.stack([of.counts for of in pieces]), np.zeros(self._count + 1, np.int64)
+        counts.sum(axis=0).cumsum(out=starts[1:])
+        firsts = starts[:-1] + counts.cumsum(axis=0) - counts
+        ends = np.cumsum([len(of.local) for of in pieces]).tolist()
+        divided, places, segments = (np.empty(ends[-1] + more, np.int32) for more in (0, 0, 1))
+
+        def divide(piece: int, stop: int) -> None:
+            local, homes, shelves, _ = pieces[piece]
+            own = places[stop - len(local) : stop]
+            out = firsts[piece], occurs[piece], divided, own, segments
+            loops.divide_rows(local, homes, *self._shapes, shelves, *out)
+
+        threads.each(divide, list(enumerate(ends)))
+        loops.add_up(segments)
+        return divided, starts, places, segments
 
 
 @dataclass(frozen=True)
@@ -238,7 +275,8 @@ class Ingested:
         """`values` `[N]`, of which each part has `counts` from `bases` on, without gaps."""
         if self.rows == len(values):
             return values
-        return _joined(values, self.bases, self.counts)
+        ends = zip(self.bases.tolist(), (self.bases + self.counts).tolist(), strict=True)
+        return _joined(values, [slice(*of) for of in ends])
 
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
@@ -256,12 +294,8 @@ class Ingested:
 
     def replies(self) -> tuple[np.ndarray, ...]:
         """For each rank, int32: the canonical index of every row that it asked for."""
-        labels = [self.labels[of[0] : of[-1]] for of in self.starts]
-        if len(self.counts) == 1:
-            return tuple(labels)
-        firsts = self.firsts.astype(np.int32)
-        sizes = np.diff(self.starts[:, :: (self.starts.shape[1] - 1) // len(firsts)], axis=1)
-        return tuple(own + np.repeat(firsts, of) for own, of in zip(labels, sizes, strict=True))
+        edges = self.starts[:, [0, -1]].tolist()
+        return tuple([self.labels[start:stop] for start, stop in edges])
 
 
 @dataclass(frozen=True)
@@ -358,8 +392,8 @@ class Planner:
             raise PlanError(
                 f"step {step}: {counts.tolist()} do not count {len(rows)} rows by shelf"
             )
-        bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
-        if len(bad):
+        if rows.view(np.uint32).max(initial=0) >= self.parts.part_rows:
+            bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
             raise PlanError(
                 f"step {step}: id {bad[0]} is row {rows[bad[0]]} of a home that has "
                 f"{self.parts.part_rows}: ids must lie within their tables"
@@ -428,12 +462,9 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
     )
 
 
-def _joined(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`counts[p]` of `values` from `starts[p]` on, for each part p."""
-    if len(counts) == 1:
-        return values[: counts[0]].copy()
-    spans = zip(starts.tolist(), counts.tolist(), strict=True)
-    return np.concatenate([values[start : start + count] for start, count in spans])
+def _joined(values: np.ndarray, spans: Sequence[slice], dtype: type = np.int32) -> np.ndarray:
+    """These spans of `values`, one after the other."""
+    return np.concatenate([values[span] for span in spans], dtype=dtype)
 
 
 class HomePlanner(Planner):
@@ -572,35 +603,41 @@ class HomePlanner(Planner):
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
-        scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
-        what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.firsts)
+        scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest, self._names)
+        what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
         out = [np.empty(entry.rows, kind) for kind in kinds]
         done = np.empty((count, 3), np.int64)
-        due = loops.Due(*when, *scale, *what, self._own_slots, self.parts.shape, *out, done)
+        where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
+        due = loops.Due(*when, *scale, *what, *where, *out, done)
         return due, lambda: self._decision(entry, due, before)
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        done, firsts = due.done, entry.firsts
+        done, calls = due.done, self.threads.ranges(self.parts.count)
         if (done[:, 2] < -1).any():
             raise PlanError(
                 f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
             )
         self._past.append((entry, due.levels, before))
-        fetch, fetched = (_joined(of, firsts, done[:, 0]) for of in (due.fetch, due.fetched))
-        left, leaving = (_joined(of, firsts, done[:, 1]) for of in (due.evict_slots, due.evicted))
-        rows = [self.layout.row(self.home, of.astype(np.int64)) for of in (fetched, leaving)]
+        came, left = (
+            [slice(due.dense[a], due.dense[a] + done[a:b, column].sum()) for a, b in calls]
+            for column in (0, 1)
+        )
+        fetched, leaving = (
+            self.layout.row(self.home, _joined(of, spans, np.int64))
+            for of, spans in ((due.fetched, came), (due.evicted, left))
+        )
         return HomeDecision(
             step=entry.step,
             kind=entry.kind,
             previous=entry.dense(entry.previous),
             replies=entry.replies(),
             slots=due.slots,
-            fetch=fetch,
-            fetch_rows=rows[0],
-            evict_slots=left,
-            evict_rows=rows[1],
+            fetch=_joined(due.fetch, came),
+            fetch_rows=fetched,
+            evict_slots=_joined(due.evict_slots, left),
+            evict_rows=leaving,
             latest_use=int(done[:, 2].max()),
         )
 

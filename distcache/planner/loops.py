@@ -13,6 +13,7 @@ from distcache.compiled import array, compiled, i4, i8, in4, in8, out1, out4, ou
 
 in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
 in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
+in1 = array(types.uint8, False)
 
 PINNED = 255
 """Popularity class of a row that leaves only where no other can."""
@@ -26,6 +27,10 @@ _HALF, _SOME, _TOP = np.uint64(32), np.uint64(29), np.uint64(40)
 
 _OLDEST = 1 << 30
 """Steps beyond which a row's last use is no further back."""
+
+at = np.uint64
+"""Of an index that is not negative: any other one Numba first looks at, for it may count from the
+end, and that is a fifth of these loops."""
 
 
 # -----------------------------------------------------------------------------
@@ -44,17 +49,18 @@ def name_direct(
     counts: np.ndarray,
 ) -> int:
     """`name_rows` of one piece, whose table has no more rows than `table`: the label of each."""
-    offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
-    for i in range(pieces[0, piece], pieces[1, piece]):
-        row = ids[i]
-        if np.uint64(row) >= rows:
-            return -1 - i
+    offset, rows, start = pieces[2, piece], np.uint64(pieces[3, piece]), pieces[0, piece]
+    ids, labels = ids[start : pieces[1, piece]], labels[start : pieces[1, piece]]
+    for i in range(len(ids)):
+        row = at(ids[i])
+        if row >= rows:
+            return -1 - (start + i)
         label = table[row]
         if label < 0:
             label = table[row] = count
-            distinct[count], counts[count] = row + offset, 0
+            distinct[at(count)], counts[at(count)] = ids[i] + offset, 0
             count += 1
-        counts[label] += 1
+        counts[at(label)] += 1
         labels[i] = label
     return count
 
@@ -74,12 +80,13 @@ def name_hashed(
 ) -> int:
     """`name_rows` of one piece by a hash table of 2^`bits` entries: row << `bits` | label - `base`,
     -1 for none."""
-    offset, rows = pieces[2, piece], np.uint64(pieces[3, piece])
+    offset, rows, start = pieces[2, piece], np.uint64(pieces[3, piece]), pieces[0, piece]
     one, mask = np.uint64(1), np.uint64((1 << bits) - 1)
-    for i in range(pieces[0, piece], pieces[1, piece]):
+    ids, labels = ids[start : pieces[1, piece]], labels[start : pieces[1, piece]]
+    for i in range(len(ids)):
         row = ids[i]
         if np.uint64(row) >= rows:
-            return -1 - i
+            return -1 - (start + i)
         key = np.uint64(row) * _FIRST
         place = (key ^ (key >> _HALF)) & mask
         entry = table[place]
@@ -90,9 +97,9 @@ def name_hashed(
         if entry < 0:
             label = count
             table[place] = (row << bits) | (count - base)
-            distinct[count], counts[count] = row + offset, 0
+            distinct[at(count)], counts[at(count)] = row + offset, 0
             count += 1
-        counts[label] += 1
+        counts[at(label)] += 1
         labels[i] = label
     return count
 
@@ -180,14 +187,14 @@ def local_rows(
             at += 1
 
 
-@compiled(types.void(in8, in4, in88, in8, out8, out4))
+@compiled(types.void(in8, in4, in88, in8, out4, out8))
 def shelve_rows(
     local: np.ndarray,
     homes: np.ndarray,
     shapes: np.ndarray,
     firsts: np.ndarray,
-    counts: np.ndarray,
     shelves: np.ndarray,
+    counts: np.ndarray,
 ) -> None:
     """The shelf of each of local rows (int64 `[R]`), int32 `[R]`, and how many are on each.
 
@@ -198,33 +205,48 @@ def shelve_rows(
     for shelf in range(len(counts)):
         counts[shelf] = 0
     for i in range(len(local)):
-        home = homes[i] if len(homes) else 0
-        shelves[i] = firsts[home] + shelf_of(local[i], shapes[home, 0])
-        counts[shelves[i]] += 1
+        home = at(homes[i] if len(homes) else 0)
+        shelf = firsts[home] + shelf_of(local[i], shapes[home, 0])
+        shelves[i] = shelf
+        counts[at(shelf)] += 1
 
 
-@compiled(types.void(in8, in4, in88, in8, out8, out4, out4))
+@compiled(types.void(in8, in4, in88, in8, in4, out8, in4, out4, out4, out4))
 def divide_rows(
     local: np.ndarray,
     homes: np.ndarray,
     shapes: np.ndarray,
     firsts: np.ndarray,
+    shelves: np.ndarray,
     starts: np.ndarray,
+    occurs: np.ndarray,
     divided: np.ndarray,
     places: np.ndarray,
+    sorted_occurs: np.ndarray,
 ) -> None:
-    """Sort local rows by shelf, stably; see `shelve_rows`.
+    """Sort local rows by shelf, stably; see `shelve_rows`, which wrote `shelves`.
 
-    `places` int32 `[R]`: the shelf of each, and then where it is; `starts` int64: where the first
-    of these rows of each shelf is to be, and then the place after the last. Writes to `divided`
-    int32 the rows, as their parts number them.
+    `starts` int64: where the first of these rows of each shelf is to be, and then the place after
+    the last. Writes to `divided` int32 the rows, as their parts number them, to `sorted_occurs`
+    what `occurs` int32 has of each, none: 1, and to `places` int32 `[R]` where each is now.
     """
     for i in range(len(local)):
-        shelf, home = np.int64(places[i]), homes[i] if len(homes) else 0
+        shelf, home = np.int64(shelves[i]), at(homes[i] if len(homes) else 0)
         inner = (shelf - firsts[home]) & ((1 << shapes[home, 1]) - 1)
-        places[i] = starts[shelf]
-        divided[starts[shelf]] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
-        starts[shelf] += 1
+        place = starts[at(shelf)]
+        starts[at(shelf)], places[i] = place + 1, place
+        divided[at(place)] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
+        sorted_occurs[at(place)] = occurs[i] if len(occurs) else 1
+
+
+@compiled(types.void(out4))
+def add_up(counts: np.ndarray) -> None:
+    """Make of counts where each begins, the last the end of all (int32 `[n + 1]`)."""
+    before = 0
+    for i in range(len(counts) - 1):
+        count, counts[i] = counts[i], before
+        before += count
+    counts[len(counts) - 1] = before
 
 
 # -----------------------------------------------------------------------------
@@ -319,16 +341,16 @@ def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that N
 @compiled(types.void(out44, i8))
 def unlink(table: np.ndarray, slot: int) -> None:
     """Take a slot out of its list."""
-    after, before = table[slot, AFTER], table[slot, BEFORE]
-    table[before, AFTER], table[after, BEFORE] = after, before
+    after, before = table[at(slot), AFTER], table[at(slot), BEFORE]
+    table[at(before), AFTER], table[at(after), BEFORE] = after, before
 
 
 @compiled(types.void(out44, i8, i8))
 def append(table: np.ndarray, node: int, slot: int) -> None:
     """Put a slot, which is in no list, at the end of the list of `node`."""
-    last = table[node, BEFORE]
-    table[slot, AFTER], table[slot, BEFORE] = node, last
-    table[last, AFTER], table[node, BEFORE] = slot, slot
+    last = table[at(node), BEFORE]
+    table[at(slot), AFTER], table[at(slot), BEFORE] = node, last
+    table[at(last), AFTER], table[at(node), BEFORE] = slot, slot
 
 
 @compiled(types.void(_home, i8, i8, i8, types.boolean))
@@ -337,12 +359,12 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
 
     `filed`: whether its slot is in a list. Pinned rows are not told.
     """
-    slot = home.index[part, row, HELD] // LEVELS
+    slot = np.int64(home.index[at(part), at(row), HELD]) // LEVELS
     if slot >= 0 and not (home.classes.shape[1] and home.classes[part, row] == PINNED):
-        table, slots = home.table[part], home.row_of.shape[1]
+        table, slots = home.table[at(part)], home.row_of.shape[1]
         if filed:
             unlink(table, slot)
-        table[slot, NEXT] = step
+        table[at(slot), NEXT] = step
         append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
 
 
@@ -384,21 +406,22 @@ def name_part(home: Home, part: int, named: Named) -> None:
     ends, planned = home.ends[part, step & (len(home.origins) - 1)], named.planned
     for shelf in range(part << named.inner, (part + 1) << named.inner):
         for rank in range(len(named.starts)):
-            stop = named.starts[rank, shelf + 1]
-            for i in range(named.starts[rank, shelf], stop):
-                if i + _EARLY < stop:
-                    fetch_early(index, named.rows[i + _EARLY])
-                row = np.int64(named.rows[i])
-                seen = index[row, NAMED]
+            start, stop = named.starts[rank, shelf], named.starts[rank, shelf + 1]
+            rows, labels = named.rows[start:stop], named.labels[start:stop]
+            for i in range(len(rows)):
+                if i + _EARLY < len(rows):
+                    fetch_early(index, rows[i + _EARLY])
+                row = np.int64(rows[i])
+                seen = np.int64(index[at(row), NAMED])
                 if seen < -1:
-                    named.labels[i] = -2 - seen
+                    labels[i] = -2 - seen
                     continue
-                named.distinct[base + count], named.previous[base + count] = row, seen
-                index[row, NAMED] = -2 - count
-                named.labels[i] = count
+                named.distinct[at(base + count)], named.previous[at(base + count)] = row, seen
+                index[at(row), NAMED] = -2 - count
+                labels[i] = count
                 count += 1
                 if named.looks_ahead and seen > planned:
-                    ends[seen - planned - 1] += 1
+                    ends[at(seen - planned - 1)] += 1
                 elif named.looks_ahead:
                     tell(home, part, row, step, True)
     named.counts[part] = count
@@ -410,6 +433,7 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
     that step."""
     mask, room, steps = len(home.origins) - 1, home.waiting.shape[1] - 1, 0
     index, ends = home.index[part], home.ends[part, named.step & mask]
+    waiting = home.waiting[part]
     if named.looks_ahead:
         steps = named.step - named.planned - 1
     ends[:steps] = 0
@@ -419,19 +443,20 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
         count, ends[group] = ends[group], before
         before += count
     home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
-    start = named.bases[part]
-    for k in range(start, start + named.counts[part]):
-        row, group = named.distinct[k], named.previous[k] - named.planned - 1
-        index[row, NAMED] = named.step
+    start, stop = named.bases[part], named.bases[part] + named.counts[part]
+    distinct, previous = named.distinct[start:stop], named.previous[start:stop]
+    for k in range(len(distinct)):
+        row, group = distinct[k], np.int64(previous[k]) - named.planned - 1
+        index[at(row), NAMED] = named.step
         if group >= 0 and group < steps:
-            home.waiting[part, (begin + ends[group]) & room] = row
-            ends[group] += 1
+            waiting[at((begin + ends[at(group)]) & room)] = row
+            ends[at(group)] += 1
 
 
 @compiled(types.void(_home, i8, i8, i8))
 def look_ahead(home: Home, part: int, step: int, newest: int) -> None:
     """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
-    mask, room = len(home.origins) - 1, home.waiting.shape[1] - 1
+    mask, room, waiting = len(home.origins) - 1, home.waiting.shape[1] - 1, home.waiting[part]
     for later in range(step + 1, newest + 1):
         group = step - home.origins[later & mask]
         if group < 0:
@@ -439,7 +464,7 @@ def look_ahead(home: Home, part: int, step: int, newest: int) -> None:
         ends, begin = home.ends[part, later & mask], home.begins[part, later & mask]
         start = ends[group - 1] if group else 0
         for i in range(begin + start, begin + ends[group]):
-            tell(home, part, np.int64(home.waiting[part, i & room]), later, False)
+            tell(home, part, np.int64(waiting[at(i & room)]), later, False)
 
 
 @compiled(types.UniTuple(i8, 2)(out44, i8, i8, i8, types.boolean, i8, out4, i8, i8))
@@ -459,14 +484,14 @@ def leave(
     They go to `out` from `count` on, up to `wanted`. `ordered`: slots lie in this list by their
     last use. Returns how many `out` has, and the latest last use among them, or `latest`.
     """
-    slot = table[node, AFTER]
+    slot = np.int64(table[node, AFTER])
     while slot != node and count < wanted:
-        after, used = table[slot, AFTER], table[slot, LAST]
+        after, used = np.int64(table[at(slot), AFTER]), np.int64(table[at(slot), LAST])
         if used < before:
             latest = max(latest, used)
             unlink(table, slot)
-            table[slot, LAST], table[slot, NEXT] = step, NEVER
-            out[count] = slot
+            table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
+            out[at(count)] = slot
             count += 1
         elif ordered:
             break
@@ -519,7 +544,7 @@ def file(home: Home, part: int, slot: int, row: int, key: int) -> None:
     table, slots = home.table[part], home.row_of.shape[1]
     if home.classes.shape[1] and home.classes[part, row] == PINNED:
         append(table, slots + PINS, slot)
-    elif table[slot, NEXT] == NEVER:
+    elif table[at(slot), NEXT] == NEVER:
         by_key = slots + STEPS + len(home.origins)
         append(table, by_key + (key & (len(table) - by_key - 1)), slot)
 
@@ -538,50 +563,57 @@ def file_slots(
             file(home, part, slots[i], row, base + ranks[level])
 
 
-@compiled(i8(i8, i8, i8, i8, in8, in8))
+@compiled(i8(i8, i8, i8, i8, in8, in8, in1))
 def count_use(
-    level: int, age: int, name: int, step: int, values: np.ndarray, factors: np.ndarray
+    level: int,
+    age: int,
+    name: int,
+    step: int,
+    values: np.ndarray,
+    factors: np.ndarray,
+    nearest: np.ndarray,
 ) -> int:
     """The level of a count after one more use, by `step`, of the row `name`.
 
     `age`: how many octaves it has lost since its last use, in 1 / 2^32. `values` int64 `[256]`:
     what a level stands for, in 1 / 256 uses, ascending from 0; `factors` int64 `[257]`: 2^28 *
-    2^(-i / 256). The sum lies between two levels, and a hash of (row, step) chooses one of them so
+    2^(-i / 256); `nearest` uint8: the level at or below 2^(i // 32) * (1 + i % 32 / 32). The sum lies between two levels, and a hash of (row, step) chooses one of them so
     that the expected value is the sum (Morris 1978).
     """
-    place, rest = (age >> 24) & 255, age & 0xFFFFFF
-    factor = factors[place] - (((factors[place] - factors[place + 1]) * rest) >> 24)
-    value = (((values[level] * factor) >> 28) >> min(age >> 32, 62)) + 256
-    # To the highest level whose value is not above: a few away.
-    while level < 255 and values[level + 1] <= value:
-        level += 1
-    while values[level] > value:
-        level -= 1
+    place, rest = at((age >> 24) & 255), age & 0xFFFFFF
+    factor = factors[place] - (((factors[place] - factors[place + at(1)]) * rest) >> 24)
+    value = (((values[at(level)] * factor) >> 28) >> min(age >> 32, 62)) + 256
+    # The highest level whose value is not above: that of the bucket's beginning, which exponent and
+    # first digits of a float are, or the next one.
+    level = np.int64(nearest[at((np.float64(value).view(np.int64) >> 47) - (1023 << 5))])
+    level += level < 255 and values[at(level + 1)] <= value
     if level < 255:
         key = (np.uint64(name) << _HALF) ^ np.uint64(step)
         key = (key ^ (key >> _HALF)) * _FIRST
         key = (key ^ (key >> _SOME)) * _SECOND
         chance = np.int64((key ^ (key >> _HALF)) >> _TOP)
-        if (value - values[level]) << 24 > chance * (values[level + 1] - values[level]):
-            level += 1
+        low, high = values[at(level)], values[at(level + 1)]
+        level += (value - low) << 24 > chance * (high - low)
     return level
 
 
 class Due(NamedTuple):
     """A step that is decided, and where `plan` writes what is.
 
-    `distinct`, `previous`, `bases` and `counts` are what `ingest` wrote; part p has rows
-    `dense[p]` and up of the home's, and slots `own_slots[p]` and up of the device's; `shape`: of
+    `distinct`, `previous`, `bases`, `counts`, `starts` and `labels` are what `ingest` wrote, which
+    become places among the home's rows; part p has rows `dense[p]` and up of these, and slots
+    `own_slots[p]` and up of the device's; `shape`: of
     the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are `base` +
-    `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors`: see `count_use`;
+    `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors`, `nearest`: see `count_use`;
     `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are numbered in
     their part.
 
     Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
-    have, `counted` (uint8 both). And from `dense[p]` on: `fetch`, which of the home's rows to
-    fetch, and `fetched`, their local rows; `evict_slots`, and `evicted`, the local rows that leave
-    these. int32 `[U]` each. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the
-    latest last use of a slot that is filled, -2 where slots are too few.
+    have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of
+    the first on: `fetch`, which of the home's rows to fetch, and `fetched`, their local rows;
+    `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]` each. `done` int64
+    `[K, 3]`: how many are fetched, how many leave, and the latest last use of a slot that is
+    filled, -2 where slots are too few.
     """
 
     step: int
@@ -592,11 +624,14 @@ class Due(NamedTuple):
     ranks: np.ndarray
     values: np.ndarray
     factors: np.ndarray
+    nearest: np.ndarray
     names: np.ndarray
     distinct: np.ndarray
     previous: np.ndarray
     bases: np.ndarray
     counts: np.ndarray
+    starts: np.ndarray
+    labels: np.ndarray
     dense: np.ndarray
     own_slots: np.ndarray
     shape: np.ndarray
@@ -612,42 +647,46 @@ class Due(NamedTuple):
 
 _due = types.NamedTuple(
     [
-        *(i8, i8, i8, i8, i8, out4, out8, out8, out44),
-        *(out4, out4, out8, out8, out8, out8, out8),
+        *(i8, i8, i8, i8, i8, out4, out8, out8, out1, out44),
+        *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
         *(out4, out1, out1, out4, out4, out4, out4, out88),
     ],
     Due,
 )
 
 
-@compiled(i8(_home, i8, _due))
-def look_up(home: Home, part: int, due: Due) -> int:
+@compiled(i8(_home, i8, _due, i8))
+def look_up(home: Home, part: int, due: Due, first: int) -> int:
     """Hold the slots of those rows of the step that are cached, and count the use of all. Writes
-    each row's slot, or -1, and which of them are to be fetched; returns how many these are."""
+    each row's slot, or -1, and which of them are to be fetched, from `first` on; returns how many
+    these are."""
     index, table, step, rate = home.index[part], home.table[part], due.step, due.rate
-    start, shift = due.dense[part], due.bases[part] - due.dense[part]
-    distinct, names, count, stop = due.distinct, due.names, start, start + due.counts[part]
-    for k in range(start, stop):
-        if k + _EARLY < stop:
-            fetch_early(index, distinct[shift + k + _EARLY])
-        row = distinct[shift + k]
-        held = np.int64(index[row, HELD])
+    start, size, base = due.dense[part], due.counts[part], due.bases[part]
+    distinct, previous = due.distinct[base : base + size], due.previous[base : base + size]
+    slots, levels = due.slots[start : start + size], due.levels[start : start + size]
+    names, counted, count = due.names, due.counted[start : start + size], first
+    for k in range(len(distinct)):
+        if k + _EARLY < len(distinct):
+            fetch_early(index, distinct[k + _EARLY])
+        row = np.int64(distinct[k])
+        held = np.int64(index[at(row), HELD])
         slot, level = held // LEVELS, held & (LEVELS - 1)
-        due.slots[k], due.levels[k] = slot, level
+        slots[k], levels[k] = slot, level
         if rate >= 0:
             name = np.int64(names[part, row] if names.shape[1] else row)
-            age = min(step - np.int64(due.previous[shift + k]), _OLDEST) * rate
-            level = count_use(level, age, name, step, due.values, due.factors)
-            index[row, HELD] = slot * LEVELS + level
-        due.counted[k] = level
+            age = min(step - np.int64(previous[k]), _OLDEST) * rate
+            level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
+            index[at(row), HELD] = slot * LEVELS + level
+        counted[k] = level
         if slot < 0:
-            due.fetch[count] = k
+            due.fetch[at(count)] = start + k
             count += 1
         else:
-            if table[slot, NEXT] != step:  # those that are to be used now go as a whole list
+            if table[at(slot), NEXT] != step:  # those that are to be used now go as a whole list
                 unlink(table, slot)
-            table[slot, LAST], table[slot, NEXT] = step, NEVER  # held: no victim of its own step
-    return count - start
+            # Held: it is no victim of its own step.
+            table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
+    return count - first
 
 
 @compiled(types.void(_home, i8, i8))
@@ -662,47 +701,56 @@ def raise_keys(home: Home, part: int, base: int) -> None:
         home.keys[part] += 1
 
 
-@compiled(i8(_home, i8, _due, i8))
-def fill(home: Home, part: int, due: Due, misses: int) -> int:
-    """Give the slots in `due.fetched` to the rows that are fetched; how many rows leave them."""
-    index, row_of, start = home.index[part], home.row_of[part], due.dense[part]
-    shift, end, leaving, own = due.bases[part] - start, start + misses, start, due.own_slots[part]
-    for i in range(start, end):
-        if i + 2 * _EARLY < end:
-            fetch_early(row_of, due.fetched[i + 2 * _EARLY])
-        if i + _EARLY < end:
-            fetch_early(index, max(row_of[due.fetched[i + _EARLY]], 0))
-        slot, k = due.fetched[i], due.fetch[i]
-        row, old = due.distinct[shift + k], row_of[slot]
+@compiled(i8(_home, i8, _due, i8, i8, i8))
+def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) -> int:
+    """Give the slots in `due.fetched`, from `first` on, to the rows that are fetched; how many rows
+    leave them, which go to `due.evicted` from `gone` on."""
+    index, row_of, leaving = home.index[part], home.row_of[part], gone
+    shift, own = due.bases[part] - due.dense[part], due.own_slots[part]
+    fetch, fetched = due.fetch[first : first + misses], due.fetched[first : first + misses]
+    for i in range(len(fetch)):
+        if i + 2 * _EARLY < len(fetch):
+            fetch_early(row_of, fetched[i + 2 * _EARLY])
+        if i + _EARLY < len(fetch):
+            fetch_early(index, max(row_of[at(fetched[i + _EARLY])], 0))
+        slot, k = np.int64(fetched[i]), np.int64(fetch[i])
+        row, old = np.int64(due.distinct[at(shift + k)]), np.int64(row_of[at(slot)])
         if old >= 0:
-            index[old, HELD] = -LEVELS + (index[old, HELD] & (LEVELS - 1))
-            due.evict_slots[leaving] = slot + own
-            due.evicted[leaving] = row_in(part, old, due.shape)
+            index[at(old), HELD] = -LEVELS + (index[at(old), HELD] & (LEVELS - 1))
+            due.evict_slots[at(leaving)] = slot + own
+            due.evicted[at(leaving)] = row_in(part, old, due.shape)
             leaving += 1
-        index[row, HELD] = slot * LEVELS + due.counted[k]
-        row_of[slot], due.slots[k] = row, slot
-        due.fetched[i] = row_in(part, row, due.shape)
-    return leaving - start
+        index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
+        row_of[at(slot)], due.slots[at(k)] = row, slot
+        fetched[i] = row_in(part, row, due.shape)
+    return leaving - gone
 
 
-@compiled(types.void(_home, i8, _due))
-def plan_part(home: Home, part: int, due: Due) -> None:
-    """Decide a step in one part."""
-    table, start, step = home.table[part], due.dense[part], due.step
-    misses = look_up(home, part, due)
+@compiled(types.void(_home, i8, _due, i8, i8))
+def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
+    """Decide a step in one part; what is fetched is told from `came` on, what leaves from
+    `gone`."""
+    table, start, step, size = home.table[part], due.dense[part], due.step, due.counts[part]
+    misses = look_up(home, part, due, came)
     node = home.row_of.shape[1] + STEPS + (step & (len(home.origins) - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
-    latest = take(home, part, *when, highest, due.fetched, start, start + misses)
-    due.done[part, 0], due.done[part, 2] = misses, latest
+    latest = take(home, part, *when, highest, due.fetched, came, came + misses)
+    due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
     if latest < -1:
         return
-    due.done[part, 1] = fill(home, part, due, misses)
+    due.done[part, 1] = fill(home, part, due, misses, came, gone)
     look_ahead(home, part, step, due.newest)
-    for k in range(start, start + due.counts[part]):
-        row = due.distinct[due.bases[part] - start + k]
-        file(home, part, due.slots[k], row, due.base + due.ranks[due.counted[k]])
-        due.slots[k] += due.own_slots[part]
+    distinct = due.distinct[due.bases[part] : due.bases[part] + size]
+    slots, counted = due.slots[start : start + size], due.counted[start : start + size]
+    for k in range(len(distinct)):
+        file(home, part, slots[k], distinct[k], due.base + due.ranks[at(counted[k])])
+        slots[k] += due.own_slots[part]
+    for rank in range(len(due.starts)):
+        shelf, end = part << due.shape[1], (part + 1) << due.shape[1]
+        labels = due.labels[due.starts[rank, shelf] : due.starts[rank, end]]
+        for i in range(len(labels)):
+            labels[i] += start
     raise_keys(home, part, due.base)
 
 
@@ -728,50 +776,29 @@ def ingest(home: Home, first: int, last: int, named: Named) -> None:
 @compiled(types.void(_home, i8, i8, _due))
 def plan(home: Home, first: int, last: int, due: Due) -> None:
     """Decide a step in the parts from `first` to `last` - 1."""
+    came = gone = due.dense[first]
     for part in range(first, last):
         due.done[part, 0] = read_all(home, part, due.counts[part])
-        plan_part(home, part, due)
+        plan_part(home, part, due, came, gone)
+        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
 
 
 @compiled(types.void(_home, i8, i8, _named, _due))
 def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
     """`ingest` one step and `plan` another, while what a part has is in the core's cache."""
+    came = gone = due.dense[first]
     for part in range(first, last):
         due.done[part, 0] = read_all(home, part, due.counts[part])
         ingest_part(home, part, named)
-        plan_part(home, part, due)
+        plan_part(home, part, due, came, gone)
+        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
 
 
 # -----------------------------------------------------------------------------
 # What occurs where, and what is among what.
 
 
-@compiled(i8(in4, in4, in4, out1, out4))
-def segment_rows(
-    occurs: np.ndarray,
-    places: np.ndarray,
-    canonical: np.ndarray,
-    missing: np.ndarray,
-    segments: np.ndarray,
-) -> int:
-    """Where the ids of each row that was asked for begin and end, to `segments` int32 `[R + 1]`.
-
-    `occurs` int32 `[R]`: how many ids have the row that is asked for at `places`; `canonical` int32
-    `[R]`: the canonical index of each that is asked for; `missing` uint8, by that: whether it is
-    not cached. Returns how many ids are of such rows.
-    """
-    missed = before = 0
-    for label in range(len(occurs)):
-        segments[places[label]] = occurs[label]
-    for asked in range(len(occurs)):
-        count, segments[asked] = segments[asked], before
-        before += count
-        missed += count * missing[canonical[asked]]
-    segments[len(occurs)] = before
-    return missed
-
-
-@compiled(types.void(in88, i8, i8, in4, in4, in4, in4, out44, out4, out4))
+@compiled(i8(in88, i8, i8, in4, in4, in4, in4, in1, out44, out4, out4))
 def order_ids(
     pieces: np.ndarray,
     first: int,
@@ -780,26 +807,42 @@ def order_ids(
     places: np.ndarray,
     canonical: np.ndarray,
     segments: np.ndarray,
+    missing: np.ndarray,
     about: np.ndarray,
     positions: np.ndarray,
     order: np.ndarray,
-) -> None:
+) -> int:
     """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
 
     Of the pieces from `first` to `last` - 1 (see `name_rows`), `labels` int32 `[n]`: the distinct
-    row of each id, which is the one at `places[label]` that was asked for. `about` int32 `[R, 2]`:
-    scratch, as long as `places`. Writes int32 `[n]`: `positions`, and the places of these ids in
-    `order`.
+    row of each id, which is the one at `places[label]` that was asked for, whose ids begin at
+    `segments`, and whose index is `canonical` there; `missing` uint8, by that: whether it is not
+    cached. `about` int32 `[R, 2]`: scratch, as long as `places`. Writes int32 `[n]`: `positions`,
+    and the places of these ids in `order`. Returns how many ids are of rows that are missing.
     """
+    missed = 0
     for label in range(len(places)):
-        about[label, 0] = canonical[places[label]]
-        about[label, 1] = segments[places[label]]
+        place = at(places[label])
+        row, begin = canonical[place], segments[place]
+        about[label, 0], about[label, 1] = row, begin
+        missed += (segments[place + at(1)] - begin) * missing[at(row)]
     for piece in range(first, last):
-        for i in range(pieces[0, piece], pieces[1, piece]):
-            label = labels[i]
-            positions[i] = about[label, 0]
-            order[about[label, 1]] = i
-            about[label, 1] += 1
+        start, stop = pieces[0, piece], pieces[1, piece]
+        named, found = labels[start:stop], positions[start:stop]
+        for i in range(len(named)):
+            label = at(named[i])
+            found[i], place = about[label, 0], about[label, 1]
+            about[label, 1] = place + 1
+            order[at(place)] = start + i
+    return missed
+
+
+@compiled(types.void(in4, in4, out1, out4))
+def mark(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
+    """The `slots` (int32) of the rows `fetch` (int32 `[m]`), to `fetched` (int32 `[m]`), and a one
+    in `missing` (uint8) for each."""
+    for i in range(len(fetch)):
+        missing[at(fetch[i])], fetched[i] = 1, slots[at(fetch[i])]
 
 
 @compiled(types.void(in8, in8, in4, i8, out4))

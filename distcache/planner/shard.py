@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from distcache.comm.world import Nodes
 from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import loops
-from distcache.planner.home import ALONE, HomeDecision, Parts, Threads, divide_rows
+from distcache.planner.home import ALONE, HomeDecision, Parts, Shelved, Shelves, Threads
 from distcache.planner.victims import grouped
 from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
 
@@ -428,8 +429,8 @@ class RowRequest:
     The ids are in `pieces` (see `loops.name_rows`), and these in `spans` that share no row: from
     which piece on, up to which, and the ranks of its rows, from which on, up to which. `labels`
     int32 `[n]`: the rank of each id's row in its span by first occurrence; `places` int32 `[R]`:
-    where the row of each rank is among those asked for; `occurs` int32 `[R]`: how many ids have
-    it.
+    where the row of each rank is among those asked for; `segments` int32 `[R + 1]`: where the ids
+    of each that is asked for begin, sorted by these.
     """
 
     replicated: Asked
@@ -438,7 +439,7 @@ class RowRequest:
     spans: list[tuple[int, int, int, int]]
     labels: np.ndarray
     places: np.ndarray
-    occurs: np.ndarray
+    segments: np.ndarray
 
 
 _MOST_BITS = 63
@@ -451,43 +452,57 @@ def one_piece(count: int) -> np.ndarray:
     return np.array([[0], [count], [0], [rows], [count]])
 
 
+Spans = list[tuple[int, int, int, int]]
+"""See `RowRequest`."""
+
+Follow = Callable[[np.ndarray], Any]
+
+
 def distinct_rows(
     ids: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
-) -> tuple[np.ndarray, list[tuple[int, int, int, int]], np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, Spans, np.ndarray, np.ndarray]:
     """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of ids int64
     `[n]`; see `RowRequest`.
 
     By first occurrence within each table. `pieces`: see `loops.name_rows`; None: the ids are rows.
     Raises PlanError for an id that its table has not.
     """
-    ids = np.ascontiguousarray(ids, dtype=np.int64)
     pieces = one_piece(len(ids)) if pieces is None else pieces
+    spans, labels, occurs, rows = _in_spans(ids, pieces, threads, lambda distinct: distinct)
+    return _concatenated(rows, np.int64), spans, labels, _concatenated(occurs, np.int32)
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: type = np.int32) -> np.ndarray:
+    """Without a copy where it is one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
+
+
+def _in_spans(
+    ids: np.ndarray, pieces: np.ndarray, threads: Threads, follow: Follow
+) -> tuple[Spans, np.ndarray, list[np.ndarray], list[Any]]:
+    """Spans and labels of `distinct_rows`; and for each span the occurrences, and what `follow`
+    gives for its distinct rows, in the thread that found them."""
+    ids = np.ascontiguousarray(ids, dtype=np.int64)
     heads, rooms = np.flatnonzero(pieces[4]), pieces[4].max(initial=1)
     ends = np.append(heads[1:], pieces.shape[1]).tolist()
     starts = np.concatenate(([0], pieces[4, heads].cumsum())).tolist()
     size = 1 << (2 * int(rooms) - 1).bit_length()
     distinct, labels, occurs = (np.empty(len(ids), of) for of in (np.int64, np.int32, np.int32))
 
-    def name(first: int, last: int) -> tuple[int, int, int, int]:
+    def name(first: int, last: int) -> tuple[int, int, np.ndarray, Any]:
         own, scratch = slice(starts[first], starts[last]), _scratch(size)
         among = int(heads[first]), ends[last - 1]
-        out = distinct[own], labels, occurs[own]
-        count = loops.name_rows(ids, pieces, *among, *scratch, *out)
+        count = loops.name_rows(ids, pieces, *among, *scratch, distinct[own], labels, occurs[own])
         if count < 0:
             at = -1 - count
             raise PlanError(f"id {at} is {ids[at]}: ids must lie within their tables")
-        return *among, own.start, count
+        kept = slice(own.start, own.start + count)
+        return *among, occurs[kept], follow(distinct[kept])
 
-    spans, kept, before = [], [], 0
-    for first, last, start, count in threads.each(name, threads.ranges(len(heads))):
-        spans.append((first, last, before, before + count))
-        kept.append(slice(start, start + count))
-        before += count
-    if len(kept) == 1:
-        return distinct[kept[0]], spans, labels, occurs[kept[0]]
-    both = ((of[:0], *(of[own] for own in kept)) for of in (distinct, occurs))
-    distinct, occurs = map(np.concatenate, both)
-    return distinct, spans, labels, occurs
+    found = threads.each(name, threads.ranges(len(heads)))
+    stops = list(accumulate((len(of) for _, _, of, _ in found), initial=0))
+    spans = [(*of[:2], *stops[at : at + 2]) for at, of in enumerate(found)]
+    return spans, labels, [of[2] for of in found], [of[3] for of in found]
 
 
 _SCRATCH = threading.local()
@@ -499,6 +514,10 @@ def _scratch(size: int) -> tuple[np.ndarray, np.ndarray]:
     if found is None or len(found[0]) < size:
         found = _SCRATCH.arrays = np.empty(size, np.int32), np.empty(size, np.int64)
     return found
+
+
+_shelves = lru_cache(maxsize=64)(Shelves)
+"""As steps ask for the same ones."""
 
 
 def make_request(
@@ -514,28 +533,30 @@ def make_request(
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
     homes, for replicated and for sharded rows; None: one; `pieces`: see `distinct_rows`.
     """
-    world = layout.world_size
-    pieces = one_piece(len(ids)) if pieces is None else pieces
-    distinct, spans, labels, occurs = distinct_rows(ids, pieces, threads)
-    local, homes = layout.local(distinct), _NONE
-    if world > 1 or hot is not None:
-        homes = layout.home(distinct).astype(np.int32)
-    if hot is not None:
-        place = hot.find(distinct)
-        homes += world * (place < 0)
-        local = np.where(place < 0, local, hot.local[place])
+    world, pieces = layout.world_size, one_piece(len(ids)) if pieces is None else pieces
     both = [of or Parts(0, layout.most_rows) for of in parts]
-    of_homes = [of for of in both for _ in range(world)]
-    by_span = [slice(start, stop) for _, _, start, stop in spans] or [slice(None)]
-    divided, starts, places = divide_rows(local, homes, of_homes, by_span, threads)
+    shelves = _shelves(tuple([of for of in both for _ in range(world)]))
+
+    def shelve(distinct: np.ndarray) -> Shelved:
+        local, homes = layout.local(distinct), _NONE
+        if world > 1 or hot is not None:
+            homes = layout.home(distinct).astype(np.int32)
+        if hot is not None:
+            place = hot.find(distinct)
+            homes += world * (place < 0)
+            local = np.where(place < 0, local, hot.local[place])
+        return shelves.shelve(local, homes)
+
+    spans, labels, occurs, found = _in_spans(ids, pieces, threads, shelve)
+    found, occurs = found or [shelve(ids[:0])], occurs or [_NONE]
+    divided, starts, places, segments = shelves.divide(found, occurs, threads)
     asked, first, counts = [], 0, np.diff(starts)
     for of in both:
-        shelves = 1 << of.shelves
-        ends = starts[first : first + world * shelves + 1 : shelves].tolist()
-        own = counts[first : first + world * shelves].reshape(world, shelves)
+        own = counts[first : first + (world << of.shelves)].reshape(world, -1)
+        ends = starts[first : first + (world << of.shelves) + 1 : 1 << of.shelves].tolist()
         asked.append(Asked(tuple([divided[a:b] for a, b in pairwise(ends)]), own))
-        first += world * shelves
-    return RowRequest(*asked, pieces, spans, labels, places, occurs)
+        first += world << of.shelves
+    return RowRequest(*asked, pieces, spans, labels, places, segments)
 
 
 @dataclass(frozen=True)
@@ -574,26 +595,27 @@ def assemble(
         shard = shard_plan(sharded, request.sharded.rows, move_after)
         leaf_rows = total + shard.rows
         asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-    slots, fetch = np.concatenate(slots), _joined(fetches, base)
-    missing = np.zeros(leaf_rows, np.uint8)
-    missing[fetch] = 1
+    joined = _concatenated(slots), _joined(fetches, base)
+    slots, fetch = (np.ascontiguousarray(of, np.int32) for of in joined)
+    missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+    loops.mark(slots, fetch, missing, fetched)
     if sharded is not None:
         missing[total:] = (sharded.joined & FETCHED) != 0
-    positions, order, segments, missed = occurrences(request, asked, missing, threads)
+    positions, order, missed = occurrences(request, asked, missing, threads)
     return StepPlan(
         step=own.step,
         kind=own.kind,
         positions=torch.from_numpy(positions),
         order=torch.from_numpy(order),
         touched=as_tensor(asked),
-        segments=torch.from_numpy(segments),
+        segments=torch.from_numpy(request.segments),
         touched_counts=tuple(map(len, replies)),
         slots=as_tensor(slots),
         home_counts=home_counts,
-        source_rows=as_tensor(np.concatenate(own.replies)),
+        source_rows=as_tensor(_concatenated(own.replies)),
         source_counts=tuple(map(len, own.replies)),
         fetch=as_tensor(fetch),
-        fetch_slots=as_tensor(slots[fetch]),
+        fetch_slots=torch.from_numpy(fetched),
         fetch_counts=tuple(map(len, fetches)),
         fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
@@ -606,25 +628,22 @@ def assemble(
 
 def occurrences(
     request: RowRequest, canonical: np.ndarray, missing: np.ndarray, threads: Threads = ALONE
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """`positions`, `order` and `segments` of a `StepPlan`, int32, and how many ids are `missing`.
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """`positions` and `order` of a `StepPlan`, int32, and how many ids are `missing`.
 
     `canonical` int32 `[R]`: the canonical index of each row that was asked for; `missing` uint8, by
     that: whether it is not cached.
     """
-    count, rows = len(request.labels), len(request.occurs)
+    count, rows = len(request.labels), len(request.places)
     positions, order = np.empty(count, np.int32), np.empty(count, np.int32)
-    segments, about = np.empty(rows + 1, np.int32), np.empty((rows, 2), np.int32)
-    canonical = np.ascontiguousarray(canonical, np.int32)
-    named = request.occurs, request.places, canonical
-    missed = loops.segment_rows(*named, missing, segments)
+    about, canonical = np.empty((rows, 2), np.int32), np.ascontiguousarray(canonical, np.int32)
 
-    def order_span(first: int, last: int, start: int, stop: int) -> None:
-        named = request.labels, request.places[start:stop], canonical, segments
-        loops.order_ids(request.pieces, first, last, *named, about[start:stop], positions, order)
+    def order_span(first: int, last: int, start: int, stop: int) -> int:
+        named = request.labels, request.places[start:stop], canonical, request.segments, missing
+        out = about[start:stop], positions, order
+        return loops.order_ids(request.pieces, first, last, *named, *out)
 
-    threads.each(order_span, request.spans)
-    return positions, order, segments, missed
+    return positions, order, sum(threads.each(order_span, request.spans))
 
 
 def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before: int) -> int:

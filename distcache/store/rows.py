@@ -64,6 +64,45 @@ def initial_rows(seed: int, table: int, table_rows: int, dim: int, start: int, s
     return torch.from_numpy(out)
 
 
+def draw_tables(
+    seed: int,
+    table_indices: Sequence[int],
+    layout: RowLayout,
+    put: Callable[[int, np.ndarray], object],
+    ranks: int = 1,
+    mine: slice = slice(None),
+) -> None:
+    """Hand the `initial_rows` of all tables of `layout`, block by block, to `put`: the number of
+    the first row, and float32 `[m, D]`.
+
+    `table_indices`: of each table in the model; `ranks`: how many share the cores of this machine,
+    on its share of which this one calls `put`, by several threads; `mine`: of the blocks.
+    """
+    size, blocks = block_rows(layout.dim), []
+    for place, table in enumerate(layout.tables):
+        starts = range(0, table.rows, size)
+        blocks += [(place, start, min(start + size, table.rows)) for start in starts]
+
+    def draw(block: tuple[int, int, int]) -> None:
+        place, start, stop = block
+        of = (seed, table_indices[place], layout.tables[place].rows, layout.dim)
+        put(int(layout.offsets[place]) + start, initial_rows(*of, start, stop).numpy())
+
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    with ThreadPoolExecutor(threads, "distcache-initialise") as pool:
+        list(pool.map(draw, blocks[mine]))  # and raise what one of them raised
+
+
+def put_block(weight: Tensor, first: int, values: np.ndarray) -> None:
+    """Rows of `draw_tables` into a table `[V, D]`, wherever it lies."""
+    rows = weight[first : first + len(values)]
+    if weight.device.type == "cpu":
+        # NumPy: torch would bring a pool of OpenMP threads for each thread that draws.
+        rows.numpy()[...] = values
+    else:
+        rows.copy_(torch.from_numpy(values))
+
+
 class NodePart:
     """The rows of `layout` at home on this node's `count` ranks, `first` and on, in a dense order.
 
@@ -407,33 +446,22 @@ class RowStore:
         the values depend on (seed, table index in the model, block) alone. Logs GB/s.
         """
         world, began = self._world, time.perf_counter()
-        # NumPy, not torch, in these threads: each would bring a pool of OpenMP threads of its own.
         weight = self.weight.numpy()
         state = None if self.state is None else self.state.numpy()
 
-        def fill(block: tuple[int, int, int]) -> None:
-            position, start, stop = block
-            spec, offset = self.layout.tables[position], int(self.layout.offsets[position])
-            values = initial_rows(seed, table_indices[position], spec.rows, spec.dim, start, stop)
-            own, places = slice(None), slice(offset + start, offset + stop)
+        def put(first: int, values: np.ndarray) -> None:
+            own, places = slice(None), slice(first, first + len(values))
             if not self.part.is_whole:
-                rows = np.arange(offset + start, offset + stop)
+                rows = np.arange(first, first + len(values))
                 own = self.part.holds(rows)
                 places = self.part.places(rows[own])
-            weight[places] = values.numpy()[own]
+            weight[places] = values[own]
             if state is not None:
                 state[places] = initial_state
 
-        size, blocks = block_rows(self.layout.dim), []
-        for position, table in enumerate(self.layout.tables):
-            starts = range(0, table.rows, size)
-            blocks += [(position, start, min(start + size, table.rows)) for start in starts]
-
         def fill_mine() -> None:
-            mine = blocks[world.local_rank :: world.local_size]
-            threads = max(1, len(os.sched_getaffinity(0)) // world.local_size)
-            with ThreadPoolExecutor(threads, "distcache-initialise") as pool:
-                list(pool.map(fill, mine))  # and raise what one of them raised
+            mine = slice(world.local_rank, None, world.local_size)
+            draw_tables(seed, table_indices, self.layout, put, world.local_size, mine)
 
         together(world, fill_mine)
         if not world.local_rank:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,6 +38,9 @@ from distcache.trainer.plan_cache import (
     resolve_placement,
     resolve_prefetch,
 )
+
+if TYPE_CHECKING:
+    from distcache.parallel.hybrid import HybridSpec
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +218,9 @@ def build_parallel(
     # Ranks that read other files would train on a mixture of both, and agree on every step.
     agree_on(world, dict(source.identity))
     if config.parallel.mode == "hybrid":
-        return _hybrid(config, world, tables, model, source)
+        from distcache.parallel.hybrid import HybridParallel  # loads TorchRec and FBGEMM
+
+        return HybridParallel(world, hybrid_spec(config, world, tables, source), model)
     config = resolve_ahead(config, world, source, tables)
     cache, trainer, popularity, slots = config.cache, config.trainer, None, ()
     if config.parallel.mode == "data":
@@ -253,16 +258,13 @@ def build_parallel(
     return mode
 
 
-def _hybrid(
-    config: Config,
-    world: World,
-    tables: Sequence[TableSpec],
-    model: nn.Module,
-    source: BatchSource,
-) -> Parallel:
-    from distcache.parallel.hybrid import HybridParallel, HybridSpec  # loads TorchRec and FBGEMM
+def hybrid_spec(
+    config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource
+) -> HybridSpec:
+    """The settings of mode `hybrid`."""
+    from distcache.parallel.hybrid import HybridSpec
 
-    spec = HybridSpec(
+    return HybridSpec(
         tables=tuple(tables),
         features=tuple(source.features),
         optimizer=optimizer_spec(config),
@@ -274,4 +276,3 @@ def _hybrid(
         agree_on_sizes=config.data.name == "own",
         amp=config.trainer.amp,
     )
-    return HybridParallel(world, spec, model)

@@ -1,19 +1,18 @@
-"""Checkpoints: the model folder of a run, from which the same trajectory goes on."""
+"""Checkpoints: a folder for a step of a run, from which the same trajectory goes on."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import logging
 import shutil
 import struct
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,24 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from distcache.comm.link import on_first, together
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DataError, DistcacheError
+from distcache.engine.snapshot import Snapshot
+from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
+from distcache.trainer.manifest import (
+    FORMAT,
+    MANIFEST,
+    METADATA,
+    SUMS,
+    TRAINER_KEY,
+    BlockReader,
+    BlockWriter,
+    Manifest,
+    as_bytes,
+)
 from distcache.trainer.schedule import Phase
 
 # -----------------------------------------------------------------------------
@@ -90,6 +100,9 @@ def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
 BLOCK_BYTES = 64 << 20
 """About how many bytes one block of a table has in a checkpoint."""
 
+TABLES = "tables."
+"""What begins the names of tables' values."""
+
 
 class BlockSavePlanner(DefaultSavePlanner):
     """Writes plain tensors in blocks of rows.
@@ -97,27 +110,34 @@ class BlockSavePlanner(DefaultSavePlanner):
     A table that several ranks hold (shared memory, or copies) is one set of blocks, each written
     once by one of them, so that the ranks share even a single table evenly. The storage layer
     copies a view before it writes it, and reads a stored piece whole: blocks bound both to
-    `block_bytes`, where a whole table would be in memory twice.
+    `BLOCK_BYTES`, where a whole table would be in memory twice.
     """
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, snapshot: Snapshot | None = None) -> None:
+        """`snapshot`: where tables are read, that go on changing."""
         super().__init__()
-        self.block_bytes = block_bytes
+        self._snapshot = snapshot
 
     def create_local_plan(self) -> planner.SavePlan:
         """The default plan with every big plain tensor split into blocks."""
         plan = super().create_local_plan()
-        items = [block for item in plan.items for block in split(item, self.block_bytes)]
+        items = [block for item in plan.items for block in split(item, BLOCK_BYTES)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
-    def resolve_data(self, write_item: planner.WriteItem) -> torch.Tensor | io.BytesIO:
+    def resolve_data(self, write_item: planner.WriteItem) -> Any:
         """The rows of one block, or what the default planner says."""
-        value, data = self.state_dict[write_item.index.fqn], write_item.tensor_data
+        name, data, start = write_item.index.fqn, write_item.tensor_data, 0
+        value = self.state_dict[name]
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # no DTensor, no ShardedTensor
-        if data is None or write_item.type is not planner.WriteItemType.SHARD or not plain:
+        if data is None or not plain:
             return super().resolve_data(write_item)
-        return value.detach().narrow(0, data.chunk.offsets[0], data.chunk.sizes[0])
+        if write_item.type is planner.WriteItemType.SHARD:
+            start = data.chunk.offsets[0]
+            value = value.detach().narrow(0, start, data.chunk.sizes[0])
+        if self._snapshot is not None and name.startswith(TABLES):
+            return self._snapshot.block(name, start, value)
+        return value
 
 
 def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteItem]:
@@ -148,6 +168,11 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
     for different values: those that share memory need to read it only once.
     """
 
+    def __init__(self, known: Collection[str]) -> None:
+        """`known`: values that some rank has otherwise."""
+        super().__init__()
+        self._known = {*known, TRAINER_KEY}
+
     def create_global_plan(self, global_plan: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
         """Raises ConfigError naming what would be left unread."""
         wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
@@ -155,7 +180,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
         unread = sorted(
             name
             for name, value in stored.items()
-            if name not in wanted | {TRAINER_KEY}
+            if name not in wanted | self._known
             and not (isinstance(value, metadata.TensorStorageMetadata) and value.size.numel() == 0)
         )
         if unread:
@@ -227,22 +252,13 @@ def state_digest(
 
 
 # -----------------------------------------------------------------------------
-# Checkpoints: the model folder of a run, from which the same trajectory goes on.
-#
-# A checkpoint is complete or not there: ranks write into `model.partial/`, which takes the place of
-# `model/` when all of them are done; an older `model/` stays until then.
-
-FORMAT = 2
-"""Version of what a checkpoint holds."""
+# What a checkpoint and the run that resumes it have in common.
 
 SLOWEST_BYTES_PER_S = 20 << 20
 """A rank that reads or writes its files slower than this is taken for one that hangs."""
 
-CHECKSUMS = "checksums.json"
-"""Beside a checkpoint's files: the bytes and SHA-256 of each, by name."""
-
-TRAINER_KEY = "trainer"
-"""Name, beside the mode's values, of the JSON text with `RunIdentity` and `TrainerState`."""
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that has its checkpoints, each of them a folder `step_<steps done>`."""
 
 ONE_FORMAT = frozenset({"data", "resident", "host"})
 """Modes that write the same values and so read one another's checkpoints."""
@@ -276,6 +292,11 @@ class TrainerState:
     loss_digest: bytes = b""
     phase: Phase | None = None
 
+    def header(self) -> dict[str, Any]:
+        """The state as JSON values, for a manifest."""
+        phase = self.phase and vars(self.phase)
+        return {"step": self.step, "loss_digest": self.loss_digest.hex(), "phase": phase}
+
 
 KEYS = {
     "mode": "parallel.mode",
@@ -288,62 +309,166 @@ KEYS = {
 """Where a user sets each field of `RunIdentity`."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at `state`, which the checkpoint in `folder` has; at the beginning where
+    there is none."""
+
+    state: TrainerState = TrainerState()
+    folder: Path | None = None
+    manifest: Manifest | None = None
+
+
+@contextmanager
+def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
+    """`world` with a CPU group of its own for reading and writing files, also from another thread
+    than the main one, whose patience grows with the tables.
+
+    The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
+    tables; a rank that dies is noticed at once all the same.
+    """
+    largest = 3 * 8 * sum(rows * dim for _, rows, dim in identity.tables)  # Adam in float64
+    patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
+    group: Any = dist.new_group(backend="gloo", timeout=patience)
+    files = replace(world, host_group=group)
+    together(files, lambda: None)  # a rank that leaves early would end those that still join
+    try:
+        yield files
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def _told(fails: str) -> Iterator[None]:
+    """What fails on the first rank inside is raised on all as an error of this package, which
+    begins with `fails`."""
+    try:
+        yield
+    except CheckpointException as error:  # which is no `Exception`
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
+        raise kind(f"{fails}: rank {rank}: {cause}") from error
+
+
+# -----------------------------------------------------------------------------
+# Saving.
+
+
+def captured(mode: Parallel, extra: Mapping[str, bytes], beside: bool) -> dict[str, Tensor]:
+    """What a checkpoint has of `mode`, after a flush, as tensors, and the `extra` values of this
+    rank; by all ranks. `beside`: as of now, however it changes, but for the tables."""
+    found: dict[str, Tensor] = {}
+    for name, value in (mode.state_dict() | dict(extra)).items():
+        if not isinstance(value, Tensor):
+            value = as_bytes(value)
+        elif beside and not name.startswith(TABLES):
+            value = value.detach().cpu().clone()
+        found[name] = value
+    return found
+
+
+def make_room(world: World, folder: Path) -> None:
+    """Make `folder`, empty, for a checkpoint; called by all ranks. Raises DistcacheError where not
+    all nodes see it."""
+
+    def make() -> None:
+        try:
+            remove(folder)
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise DistcacheError(f"{folder} cannot be made: {error.strerror}") from error
+
+    on_first(world, make)
+    if blind := blind_ranks(world, folder):
+        on_first(world, lambda: remove(folder))
+        raise DistcacheError(
+            f"not saved: {folder} is not the same folder on the node(s) of ranks {blind} as on "
+            "rank 0's; set run.dir to one that all nodes share"
+        )
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, or what is there of one; at no time a part of it is taken for one."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def save(
     folder: Path,
-    mode: Parallel,
-    identity: RunIdentity,
-    state: TrainerState,
+    values: Mapping[str, Tensor],
+    header: Mapping[str, Any],
     world: World,
-    extra: Mapping[str, bytes] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> None:
-    """Write the whole state of a run to `folder`; all ranks call this, after `mode.flush()`.
+    """Write `values` to `folder`, of `make_room`; a checkpoint when this returns.
 
-    `extra`: values of this rank alone, under names that no other rank has.
-
-    Raises DistcacheError when a rank cannot write; an older checkpoint is then still in place.
+    `world`: of `file_world`, by all ranks, each in one thread; `header`: JSON values; `snapshot`:
+    where tables are read, that go on changing. Raises DistcacheError when a rank cannot write;
+    nothing is left in the folder then.
     """
-    on_first(world, lambda: folder.parent.mkdir(parents=True, exist_ok=True))
-    if blind := blind_ranks(world, folder.parent):  # before anything is written there
-        raise DistcacheError(
-            f"not saved: {folder.parent} is not the same folder on the node(s) of ranks {blind} as "
-            "on rank 0's; set run.dir to one that all nodes share"
-        )
     started = time.monotonic()
-    values = mode.state_dict()
-    header = {"format": FORMAT, "run": dataclasses.asdict(identity), "step": state.step}
-    header |= {"loss_digest": state.loss_digest.hex(), "phase": state.phase and vars(state.phase)}
-    values[TRAINER_KEY] = json.dumps(header)
-    values.update(extra or {})
-    partial = folder.with_name(folder.name + ".partial")
-    on_first(world, lambda: make_room(folder, partial))
-    with file_group(world, identity, f"the checkpoint {folder} could not be written") as group:
-        writer, blocks = FileSystemWriter(partial), BlockSavePlanner()
-        state_dict_saver.save(values, storage_writer=writer, planner=blocks, process_group=group)
-        found = file_digests(partial, files_of(partial), world, group)
-        on_first(world, lambda: (partial / CHECKSUMS).write_text(json.dumps(found, indent=1)))
-    on_first(world, lambda: swap(folder, partial))
+    writer, blocks = BlockWriter(folder), BlockSavePlanner(snapshot)
+
+    def is_good() -> None:
+        if snapshot is not None and (error := snapshot.error) is not None:
+            raise DistcacheError(f"rows that changed meanwhile could not be kept: {error}")
+
+    try:
+        with _told(f"the checkpoint {folder} could not be written"):
+            state_dict_saver.save(
+                dict(values), storage_writer=writer, planner=blocks, process_group=world.host_group
+            )
+        together(world, is_good)  # all ranks have read what they write
+        on_first(world, lambda: Manifest({"format": FORMAT, **header}, writer.files).write(folder))
+    except DistcacheError:
+        if world.is_first:
+            remove(folder)
+        raise
     if world.is_first:
         took = time.monotonic() - started
-        logger.info("checkpoint at step %s: %s, in %.1f s", f"{state.step:,}", folder, took)
+        logger.info("checkpoint at step %s: %s, in %.1f s", f"{header['step']:,}", folder, took)
 
 
-def compare(
-    path: Path, identity: RunIdentity, world: World, same_data: bool = True
-) -> TrainerState:
-    """The state of training under `path` (a run folder, or its `model/`), every file verified and
-    its run compared with `identity`; all ranks call this, before they make tables.
+# -----------------------------------------------------------------------------
+# Finding and loading.
+
+
+def finished(path: Path) -> list[Path]:
+    """The checkpoints that `path` is or has, the newest step first: a run folder, its
+    `checkpoints/`, or one of these, whole or damaged; those of format 2 come last."""
+    if any((path / name).is_file() for name in (MANIFEST, METADATA)):
+        return [path]
+    steps = [*path.glob(f"{CHECKPOINTS}/step_*/{MANIFEST}"), *path.glob(f"step_*/{MANIFEST}")]
+    by_step = {(len(own.parent.name), own.parent.name): own.parent for own in steps}
+    old = [own for own in (path / "model", path / "model.old") if (own / SUMS).is_file()]
+    return [by_step[step] for step in sorted(by_step, reverse=True)] + old
+
+
+def find(path: Path) -> Path:
+    """The newest checkpoint that `path` is or has. Raises ConfigError where there is none."""
+    if folders := finished(path):
+        return folders[0]
+    if not path.exists():
+        raise ConfigError(f"trainer.resume={path}: there is no such folder")
+    found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ["a file"]
+    raise ConfigError(
+        f"trainer.resume={path} holds no complete checkpoint (found: "
+        f"{', '.join(found[:8]) or 'nothing'}); give a run folder, or one of its {CHECKPOINTS}/"
+    )
+
+
+def compare(folder: Path, identity: RunIdentity, world: World, same_data: bool = True) -> Start:
+    """The checkpoint in `folder`, its run compared with `identity`; all ranks call this, before
+    they make tables. `world`: of `file_world`.
 
     `same_data`: whether the data must be those of the checkpoint; where they need not be, a warning
-    says what differs. Raises ConfigError where there is no checkpoint or it is one of another run,
-    naming both values, and DataError where a file of it is damaged.
+    says what differs. Raises ConfigError where it is one of another run, naming both values, and
+    DataError where it is damaged as far as its list of files tells; what these hold is compared
+    with their checksums when it is loaded.
     """
-    folder = find(path)
-    header: dict[str, Any] = {TRAINER_KEY: ""}
-    with file_group(world, identity, f"the checkpoint {folder} cannot be read") as group:
-        verify_files(folder, world, group)
-        reader = FileSystemReader(folder)
-        state_dict_loader.load(header, storage_reader=reader, process_group=group)
-    saved = json.loads(header[TRAINER_KEY])
+    manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
+    saved = manifest.header
     check(folder, saved, identity)
     other = other_data(saved["run"], identity)
     if other and same_data:
@@ -357,124 +482,61 @@ def compare(
     # The phase is one of these data; checkpoints of older versions have none.
     phase = None if other else saved.get("phase")
     digest = bytes.fromhex(saved["loss_digest"])
-    return TrainerState(saved["step"], digest, Phase(**phase) if phase else None)
+    state = TrainerState(saved["step"], digest, Phase(**phase) if phase else None)
+    return Start(state, folder, manifest)
 
 
-def load(
-    path: Path,
-    mode: Parallel,
-    identity: RunIdentity,
-    world: World,
-    state: TrainerState,
-    extra: dict[str, bytes] | None = None,
-) -> None:
-    """Put the checkpoint under `path`, of which `compare` has returned `state`, into `mode`; all
-    ranks call this.
+def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | None = None) -> None:
+    """Put the checkpoint of `start`, of `compare`, into `mode`; all ranks call this, with a world
+    of `file_world`.
 
     `extra`: names of values of this rank alone, which are put there. Raises ConfigError for values
-    that one of checkpoint and run does not have, before anything is changed.
+    that one of checkpoint and run does not have, before anything is changed, and DataError where a
+    block is not as it was written: then the mode is nobody's, until another load.
     """
-    folder = find(path)
-    values = mode.blank_state() | (extra or {})
-    with file_group(world, identity, f"the checkpoint {folder} does not fit this run") as group:
-        reader, whole = FileSystemReader(folder), CompleteLoadPlanner()
-        state_dict_loader.load(values, storage_reader=reader, planner=whole, process_group=group)
-    if extra is not None:
-        extra.update({name: values.pop(name) for name in extra})
-    mode.load_state_dict(values)
-    if world.is_first:
-        logger.info("resuming at step %s from %s", f"{state.step:,}", folder)
-
-
-def files_of(folder: Path) -> list[str]:
-    """The names of a checkpoint's files, but for that of their checksums, sorted."""
-    return sorted(e.name for e in folder.iterdir() if e.is_file() and e.name != CHECKSUMS)
-
-
-def file_digests(
-    folder: Path, names: Sequence[str], world: World, group: dist.ProcessGroup
-) -> dict[str, tuple[int, str]]:
-    """(bytes, hexadecimal SHA-256) of the files `names` of `folder`; called by all ranks, which
-    share the reading. Raises DistcacheError on all of them for a file that cannot be read."""
-    mine: dict[str, tuple[int, str]] = {}
-    failure = ""
-    try:
-        for name in names[world.rank :: world.size]:
-            with open(folder / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                mine[name] = (file.tell(), digest)
-    except OSError as error:
-        failure = f"rank {world.rank} cannot read the checkpoint's file {name}: {error}"
-    parts: list[Any] = [None] * world.size
-    dist.all_gather_object(parts, (mine, failure), group=group)
-    if failures := [said for _, said in parts if said]:
-        raise DistcacheError(failures[0])
-    return {name: value for found, _ in parts for name, value in found.items()}
-
-
-def verify_files(folder: Path, world: World, group: dist.ProcessGroup) -> None:
-    """Raise DataError naming the files of a checkpoint that are not as they were written.
-
-    Called by all ranks, which share the reading. A checkpoint of an older version has no
-    checksums: one warning.
-    """
-    path = folder / CHECKSUMS
-    if not path.is_file():
-        if world.is_first:
-            logger.warning("%s has no %s: its files are taken as they are", folder, CHECKSUMS)
+    folder, manifest, readers = start.folder, start.manifest, list[BlockReader]()
+    if folder is None or manifest is None:
         return
-    way_out = "resume from another checkpoint, or from a copy of this one"
-    try:
-        written = {name: (size, sha) for name, (size, sha) in json.loads(path.read_text()).items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}): {way_out}") from error
-    missing = sorted(name for name in written if not (folder / name).is_file())
-    if missing:
-        raise DataError(
-            f"the checkpoint {folder} lacks {missing[0]}, which {CHECKSUMS} lists: {way_out}"
-        )
-    found = file_digests(folder, sorted(written), world, group)
-    wrong = [name for name in sorted(written) if tuple(found[name]) != written[name]]
-    if wrong:
-        raise DataError(
-            f"the checkpoint {folder} is damaged: {', '.join(wrong)} (of {len(written)} files) "
-            f"not as written, by size or checksum in {CHECKSUMS}: {way_out}"
+    together(world, lambda: readers.append(BlockReader(folder, manifest)))
+    (reader,), values = readers, mode.blank_state() | (extra or {})
+    given = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    tensors = {name: value for name, value in values.items() if name not in given}
+    known = together(world, lambda: set(given))
+    with _told(f"the checkpoint {folder} does not fit this run"):
+        state_dict_loader.load(
+            tensors,
+            storage_reader=reader,
+            planner=CompleteLoadPlanner(set().union(*known)),
+            process_group=world.host_group,
         )
 
+    def read() -> None:
+        for name, blank in given.items():
+            data = reader.whole(name).numpy().tobytes()
+            given[name] = data if isinstance(blank, bytes) else json.loads(data)
 
-@contextmanager
-def file_group(world: World, identity: RunIdentity, fails: str) -> Iterator[dist.ProcessGroup]:
-    """A CPU group for the time of reading or writing files, whose patience grows with the tables.
-
-    The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
-    tables; a rank that dies is noticed at once all the same. What fails on the first rank is raised
-    on all as an error of this package, which begins with `fails`.
-    """
-    elements = sum(rows * dim for _, rows, dim in identity.tables)
-    largest = 3 * 8 * elements  # Adam: weight and two moments, float64
-    patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
-    group: Any = dist.new_group(backend="gloo", timeout=patience)
-    try:
-        yield group
-    except CheckpointException as error:  # which is no `Exception`
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
-        raise kind(f"{fails}: rank {rank}: {cause}") from error
-    finally:
-        dist.destroy_process_group(group)
+    together(world, read)
+    if extra is not None:
+        extra.update({name: given.pop(name) for name in extra})
+    mode.load_state_dict(tensors | given)
+    if world.is_first:
+        logger.info("resuming at step %s from %s", f"{start.state.step:,}", folder)
 
 
 def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
     """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
-    if header["format"] != FORMAT:
+    if header["format"] not in (2, FORMAT):
         raise ConfigError(
-            f"{folder} has checkpoint format {header['format']}, this version reads {FORMAT}: "
-            "resume with the version that wrote it"
+            f"{folder} has checkpoint format {header['format']}, this version reads up to {FORMAT}"
+            ": resume with the version that wrote it"
         )
     saved, wrong = header["run"], []
+    alike = {saved["mode"], identity.mode} <= ONE_FORMAT
+    # Loaders of a user's own, whose batches are of any size, have a position on each rank.
+    free = {"mode": alike, "world_size": alike and identity.global_batch_size > 0}
     for name, key in KEYS.items():
         was, now = saved[name], getattr(identity, name)
-        if was != now and not (name == "mode" and {was, now} <= ONE_FORMAT):
+        if was != now and not free.get(name):
             wrong.append(f"{key} was {was}, is {now}")
     before, after = [tuple(table) for table in saved["tables"]], list(identity.tables)
     if len(before) != len(after):
@@ -485,7 +547,7 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
     if wrong:
         raise ConfigError(
             f"{folder} is a checkpoint of another run: {'; '.join(wrong)}. Set what it was made "
-            "with, or leave trainer.resume out"
+            "with, or begin anew with another run.dir"
         )
 
 
@@ -498,39 +560,3 @@ def other_data(saved: Mapping[str, Any], identity: RunIdentity) -> str:
     differ = [key for key in was | now if was.get(key) != now.get(key)]
     shown = ((key, was.get(key, "not set"), now.get(key, "not set")) for key in differ)
     return "; ".join(f"{key} was {old}, is {new}" for key, old, new in shown)
-
-
-def find(path: Path) -> Path:
-    """The checkpoint folder that `path` is or holds."""
-    for folder in (path, path / "model", path / "model.old", path.with_name(path.name + ".old")):
-        if (folder / ".metadata").is_file():
-            return folder
-    if not path.exists():
-        raise ConfigError(f"trainer.resume={path}: there is no such folder")
-    found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ["a file"]
-    raise ConfigError(
-        f"trainer.resume={path} holds no complete checkpoint (found: "
-        f"{', '.join(found[:8]) or 'nothing'}); give a run folder, or its model/"
-    )
-
-
-def make_room(folder: Path, partial: Path) -> None:
-    """Remove an unfinished checkpoint, and finish a swap that was cut short."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    old = folder.with_name(folder.name + ".old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def swap(folder: Path, partial: Path) -> None:
-    """Put the complete `partial` in the place of `folder`.
-
-    Between the two renames the older checkpoint is `model.old/`, which `find` knows.
-    """
-    old = folder.with_name(folder.name + ".old")
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

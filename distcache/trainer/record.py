@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -234,13 +234,13 @@ class Progress:
     def __init__(self, path: Path | None, schedule: Schedule, log_every: int) -> None:
         """`path`: `metrics.jsonl`, on rank 0; `log_every`: training steps between lines.
 
-        The file is begun anew, unless steps that another process did are in it.
+        What is in the file stays as far as it is of the steps that are done.
         """
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            mode = "a" if schedule.first_step > 0 else "w"
-            self._file = path.open(mode, encoding="utf-8", buffering=1)  # a line at a time
+            cut_back(path, schedule.first_step)
+            self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time
         self._steps, self._log_every = schedule.steps, max(log_every, 1)
 
     def __enter__(self) -> Progress:
@@ -300,6 +300,23 @@ class Progress:
         logger.info(f"step {self._done(done)}  {result}")
 
 
+def cut_back(path: Path, step: int) -> None:
+    """Leave of a `metrics.jsonl`, if there is one, the lines of the first `step` steps."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        kept = 0
+        for line in file if step > 0 else ():
+            try:
+                is_later = json.loads(line)["step"] > step
+            except (ValueError, LookupError, TypeError):  # the line that a killed process left
+                is_later = True
+            if is_later or not line.endswith(b"\n"):
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+
 def shares(live: dict[str, Any]) -> str:
     """Stall, hidden share and hit rate as the log line shows them, where a mode has them."""
     shown = {
@@ -354,7 +371,7 @@ def announce_stop(folder: Path, nbytes: int) -> None:
     except OSError as error:
         logger.warning("a stop will not leave a checkpoint in %s: %s", folder, error)
         return
-    hashlib.sha256(data).digest()
+    zlib.crc32(data)
     rate = PROBE_BYTES / (time.perf_counter() - began)
     takes, limit = nbytes / rate, shutdown_timeout()
     text = f"a stop (Ctrl-C, SIGTERM) writes a checkpoint of {nbytes / 2**30:.2f} GiB: about "

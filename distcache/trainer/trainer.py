@@ -8,9 +8,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from distcache.comm.link import on_first
 from distcache.comm.world import World
+from distcache.config.checks import cadence
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
 from distcache.data.files import write_json
+from distcache.engine.gradients import STOP
 from distcache.engine.tracing import tracing
 from distcache.errors import (
     DataError,
@@ -38,8 +40,13 @@ from distcache.popularity.hot_cold import HotColdSource
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import (
     RunIdentity,
+    Start,
     TrainerState,
     chain_loss,
+    compare,
+    file_world,
+    find,
+    finished,
     state_digest,
     wants_state_digest,
 )
@@ -52,12 +59,14 @@ from distcache.trainer.record import (
     announce_stop,
     plain,
 )
+from distcache.trainer.saving import Keeping, Saver
 from distcache.trainer.schedule import (
     PhasedSchedule,
     Schedule,
     arrange,
     make_schedule,
 )
+from distcache.versions import versions_here
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +151,11 @@ class Loop:
     report: Progress
     outcome: Outcome
     evaluation: Evaluation = field(default_factory=Evaluation)
+    saver: Saver | None = None
     mark: float = 0.0
     over: bool = False
+    due: bool = False
+    """Whether a checkpoint is written before the next training step."""
     unread: deque[_Run] = field(default_factory=deque)
 
     def run(self, batches: Iterable[Batch]) -> Outcome:
@@ -158,7 +170,8 @@ class Loop:
         try:
             for step in stream:
                 run = self.evaluate if step.batch.kind == "eval" else self.train
-                if run(step):
+                # After the evaluations of the step before it, so that none is missing on resume.
+                if (run == self.train and self.due and self.checkpoint()) or run(step):
                     self.over = True
                     break
             self.over |= self.look()
@@ -178,13 +191,26 @@ class Loop:
             mode = type(self.mode).__name__
             raise PlanError(f"the {mode} stream gave training step {index} where {due} is due")
         self.mode.set_lr(*self.rates(index))
-        result = self.mode.train_step(step, stop=self.stop.signal is not None)
+        asks, falls_on = STOP * (self.stop.signal is not None), False
+        if self.saver is not None:
+            self.saver.settle()
+            asks, falls_on = asks | self.saver.asks(index + 1), self.saver.falls_on(index + 1)
+        result = self.mode.train_step(step, asks)
         ended = time.perf_counter()
         batch = step.batch
         ran = _Run(index, batch.epoch, batch.global_size, ended - self.mark, result)
         self.unread.append(ran)
         self.mark = ended
-        return self.look(keep=self.mode.result_delay)
+        return self.look(keep=0 if falls_on else self.mode.result_delay)
+
+    def checkpoint(self) -> bool:
+        """Write the checkpoint that is due; whether the loop is over instead."""
+        self.due = False
+        if self.look() or self.saver is None:
+            return True
+        self.saver.write(self.outcome.state, metrics_of(self.outcome.evaluation))
+        self.mark = time.perf_counter()
+        return False
 
     def look(self, keep: int = 0) -> bool:
         """Look at the results of the steps that were run, but for the last `keep`; whether the
@@ -207,6 +233,7 @@ class Loop:
         done = ran.index + 1
         outcome.state = TrainerState(done, digest, self.schedule.position(done))
         outcome.final_loss, outcome.evaluation = result.loss, None
+        self.due |= result.save
         self.report.step(done, ran.epoch, result, outcome.times, self.mode, outcome.state.phase)
         return result.stop
 
@@ -226,7 +253,15 @@ class Loop:
         phase = self.schedule.learn(outcome.state.step, result.logloss)
         outcome.state = replace(outcome.state, phase=phase)
         outcome.evaluation, self.evaluation = result, Evaluation()
+        self.due |= self.saver is not None and self.saver.is_best(metrics_of(result))
         self.report.evaluation(outcome.state.step, result, phase)
+
+
+def metrics_of(result: EvalResult | None) -> dict[str, float | None]:
+    """An evaluation as a checkpoint has it; empty without one."""
+    if result is None:
+        return {}
+    return {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
 
 
 # -----------------------------------------------------------------------------
@@ -242,8 +277,8 @@ class TrainResult:
 
 
 def train(config: Config, world: World, run_dir: Path) -> TrainResult:
-    """Train as `config` says and leave `model/`, `metrics.jsonl`, `summary.json` in `run_dir`,
-    with `data.on_bad_line=skip` also `bad_lines.json`.
+    """Train as `config` says and leave `checkpoints/`, `metrics.jsonl`, `summary.json` in
+    `run_dir`, with `data.on_bad_line=skip` also `bad_lines.json`.
 
     All ranks of `world` call this with the same arguments, from their main thread. An orderly stop
     (Ctrl-C, SIGTERM) returns normally. Raises NonFiniteLossError after saving the state before
@@ -251,12 +286,13 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     """
     source = build.build_source(config)
     if config.data.verify:  # files that are not read whole anyway
-        earlier = config.trainer.resume and Path(config.trainer.resume).absolute()
-        build.verify_files(source.files.files, world, run_dir, earlier or None)
+        given = config.trainer.resume not in ("auto", "never")
+        earlier = Path(config.trainer.resume).absolute() if given else None
+        build.verify_files(source.files.files, world, run_dir, earlier)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     source = arrange(config, world, source, tables)
-    start = resumed_state(config, world, identity_of(config, world, source, tables))
+    start = find_start(config, world, run_dir, identity_of(config, world, source, tables))
     mode = build.build_parallel(config, world, tables, model, source)
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
@@ -281,19 +317,54 @@ def identity_of(
     )
 
 
-def resumed_state(config: Config, world: World, identity: RunIdentity) -> TrainerState:
-    """Where the run of `trainer.resume` stands, compared with this one before tables are made; the
-    beginning where that is null. Called by all ranks."""
-    path, same = config.trainer.resume, config.trainer.resume_data == "same"
-    if path is None:
-        return TrainerState()
-    return checkpoint.compare(Path(path), identity, world, same)
+def find_start(
+    config: Config,
+    world: World,
+    run_dir: Path,
+    identity: RunIdentity,
+    but: Collection[Path] = (),
+) -> Start:
+    """Where `trainer.resume` has the run begin, compared with this run before tables are made: the
+    newest checkpoint of the run folder that is whole, a given one, or the beginning.
+
+    `but`: those that were found damaged. Called by all ranks. Raises DataError where there are
+    checkpoints, and all are damaged.
+    """
+    want = config.trainer
+    if want.resume == "never":
+        return Start()
+    auto, same = want.resume == "auto", want.resume_data == "same"
+    folders: list[Path] = on_first(
+        world, lambda: finished(run_dir) if auto else [find(Path(want.resume))]
+    )
+    if not folders:
+        return Start()
+    with file_world(world, identity) as files:
+        for folder in folders:
+            if folder in but:
+                continue
+            try:
+                return compare(folder, identity, files, same)
+            except DataError as error:
+                if not auto:
+                    raise
+                pass_over(world, error)
+    raise DataError(
+        f"no checkpoint in {run_dir} is whole ({len(folders)} are damaged): go on from a copy "
+        "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
+    )
+
+
+def pass_over(world: World, error: DataError) -> None:
+    """Say that a damaged checkpoint is not resumed from."""
+    if world.is_first:
+        logger.warning("passed over: %s", error)
 
 
 @dataclass(frozen=True)
 class Run:
     """One run's parts: settings, ranks, folder, data, tables, the model in its mode, and where
-    training starts, as `resumed_state` says (None: it is asked)."""
+    training starts, as `find_start` says (None: it is asked)."""
 
     config: Config
     world: World
@@ -301,7 +372,7 @@ class Run:
     source: BatchSource
     tables: Sequence[TableSpec]
     mode: Parallel
-    start: TrainerState | None = None
+    start: Start | None = None
 
     def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
         """Resume, train, save, digest, summarise; the mode is closed whatever happens.
@@ -310,41 +381,77 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            start = self.start
-            if start is None:
-                start = resumed_state(self.config, self.world, self.identity())
-            self.resume(start)
-            schedule = self.schedule(start)
-            if self.world.is_first and not schedule.nothing_to_train:
-                rows = build.optimizer_spec(self.config).rows()
-                floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
-                announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)
-            want, trace = self.config.trainer, nullcontext()
-            if want.trace:
-                trace = tracing(self.world, self.run_dir, self.mode.watch)
-            with StopRequest() as stop, tf32(want.tf32), trace:
-                outcome = self.run_steps(start, schedule, rates, stop)
-                stopped_by = stop.agreed(self.world)
-                if stopped_by is not None and self.world.is_first:
-                    # At once: the checkpoint of large tables takes its time.
-                    end = f"{signal.Signals(stopped_by).name}: stopping after step "
-                    end += f"{outcome.state.step:,}, with a checkpoint in {self.run_dir / 'model'}"
-                    logger.warning(end)
-                measured = self.mode.summary()
-                self.save(outcome, stopped_by)
-                digest, dtype = None, build.dtype_of(self.config)
-                if wants_state_digest(self.config.run.digest, self.tables, dtype):
-                    digest = state_digest(self.mode, self.tables, dtype, self.world)
-                summary = self.summarise(start, outcome, measured, digest)
-            return TrainResult(summary, stopped_by)
+            with file_world(self.world, self.identity()) as files:
+                begun = self.resume(files)
+                with self.saver(files, begun) as saver:
+                    return self.go_on(begun.state, rates, saver)
         finally:
             self.mode.close()
 
-    def resume(self, start: TrainerState) -> None:
-        """Put what is under `trainer.resume`, which stands at `start`, into the mode, if any is."""
-        path = self.config.trainer.resume
-        if path is not None:
-            checkpoint.load(Path(path), self.mode, self.identity(), self.world, start)
+    def go_on(
+        self, start: TrainerState, rates: Callable[[int], tuple[float, float]], saver: Saver
+    ) -> TrainResult:
+        """Train from `start` on, save, digest and summarise."""
+        schedule = self.schedule(start)
+        if self.world.is_first and not schedule.nothing_to_train:
+            rows = build.optimizer_spec(self.config).rows()
+            floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
+            announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)
+        want, trace = self.config.trainer, nullcontext()
+        if want.trace:
+            trace = tracing(self.world, self.run_dir, self.mode.watch)
+        with StopRequest() as stop, tf32(want.tf32), trace:
+            outcome = self.run_steps(start, schedule, (rates, stop), saver)
+            stopped_by = stop.agreed(self.world)
+            if stopped_by is not None and self.world.is_first:
+                # At once: the checkpoint of large tables takes its time.
+                end = f"{signal.Signals(stopped_by).name}: stopping after step "
+                end += f"{outcome.state.step:,}, with a checkpoint in {saver.folder}"
+                logger.warning(end)
+            measured = self.mode.summary()
+            self.save(outcome, stopped_by, saver)
+            digest, dtype = None, build.dtype_of(self.config)
+            if wants_state_digest(self.config.run.digest, self.tables, dtype):
+                digest = state_digest(self.mode, self.tables, dtype, self.world)
+            summary = self.summarise(start, outcome, measured, digest)
+        return TrainResult(summary, stopped_by)
+
+    def saver(self, files: World, begun: Start) -> Saver:
+        """What writes this run's checkpoints; `files`: of `file_world`."""
+        want, run = self.config.trainer, self.config.run
+        every = cadence(want.checkpoint_every) if run.save else (None, None)
+        best = None if want.keep_best == "none" else want.keep_best
+        header = {
+            "run": asdict(self.identity()),
+            "config": plain(asdict(self.config)),
+            "versions": versions_here(),
+        }
+        keeping = Keeping(every, want.keep_checkpoints, best)
+        return Saver((self.run_dir, begun), self.mode, files, header, self.own_state, keeping)
+
+    def resume(self, files: World) -> Start:
+        """Put the checkpoint from which this run goes on into the mode; where it begins.
+
+        Of the run folder's own the newest that is whole. `files`: of `file_world`.
+        """
+        start, damaged = self.start, set[Path]()
+        while True:
+            if start is None:
+                found = self.config, self.world, self.run_dir, self.identity(), damaged
+                start = find_start(*found)
+            try:
+                self.load(start, files)
+                return start
+            except DataError as error:
+                if self.config.trainer.resume != "auto" or start.folder is None:
+                    raise
+                pass_over(self.world, error)
+                damaged.add(start.folder)
+                start = None
+
+    def load(self, start: Start, files: World) -> None:
+        """Put the checkpoint of `start`, if it has one, into the mode."""
+        checkpoint.load(start, self.mode, files)
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""
@@ -370,18 +477,18 @@ class Run:
         self,
         start: TrainerState,
         schedule: Schedule,
-        rates: Callable[[int], tuple[float, float]],
-        stop: StopRequest,
+        how: tuple[Callable[[int], tuple[float, float]], StopRequest],
+        saver: Saver,
     ) -> Outcome:
-        """Train and evaluate along the schedule."""
+        """Train and evaluate along the schedule; `how`: rates, and what asks for a stop."""
         outcome = Outcome(start)
         with self.progress(schedule) as report:
-            loop = Loop(self.mode, self.world, schedule, rates, stop, report, outcome)
+            loop = Loop(self.mode, self.world, schedule, *how, report, outcome, saver=saver)
             try:
                 return self.walk(loop)
             except (DataError, StepTooLargeError, PeerError):
                 if outcome.state.step > start.step and self.mode.errors_are_common():
-                    self.rescue(outcome)
+                    self.rescue(outcome, saver)
                 raise
 
     def walk(self, loop: Loop) -> Outcome:
@@ -393,43 +500,37 @@ class Run:
                 break
         return outcome
 
-    def rescue(self, outcome: Outcome) -> None:
+    def rescue(self, outcome: Outcome, saver: Saver) -> None:
         """Save the steps before one that could not be planned; all ranks stand after them."""
         try:
-            self.mode.flush()
-            self.write(outcome.state)
+            saver.write(outcome.state, metrics_of(outcome.evaluation), periodic=False)
         except DistcacheError as error:
             logger.warning("the steps before the error are not saved: %s", error)
-
-    def write(self, state: TrainerState) -> None:
-        """Write `model/`, after `flush`."""
-        folder, extra = self.run_dir / "model", self.own_state(state)
-        checkpoint.save(folder, self.mode, self.identity(), state, self.world, extra)
 
     def progress(self, schedule: Schedule) -> Progress:
         """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
         path = self.run_dir / "metrics.jsonl" if self.world.is_first else None
         return Progress(path, schedule, self.config.trainer.log_every)
 
-    def save(self, outcome: Outcome, stopped_by: int | None) -> None:
-        """Make the tables whole, and write `model/` where asked, stopped or not finite.
+    def save(self, outcome: Outcome, stopped_by: int | None, saver: Saver) -> None:
+        """Make the tables whole, and write a checkpoint where asked, stopped or not finite.
 
         Raises NonFiniteLossError after that, where the loss was not finite.
         """
         self.mode.flush()
         if self.config.run.save or stopped_by is not None or outcome.bad is not None:
-            self.write(outcome.state)
+            saver.write(outcome.state, metrics_of(outcome.evaluation), periodic=False)
         if outcome.bad is not None:
             ranks = ", ".join(map(str, outcome.bad.bad_ranks))
             raise NonFiniteLossError(
                 f"step {outcome.state.step}: the loss is not finite"
                 f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was "
-                f"applied, and the state before this step is in {self.run_dir / 'model'}. Lower "
+                f"applied, and the state before this step is in {saver.folder}. Lower "
                 "optim.dense_lr or optim.embedding_lr, or look at the data of this step"
             )
         if stopped_by is not None and self.world.is_first:
             end = f"stopped by {signal.Signals(stopped_by).name} after step {outcome.state.step:,}"
-            logger.warning(f"{end}; go on with trainer.resume={self.run_dir}")
+            logger.warning(f"{end}; go on with run.dir={self.run_dir}")
 
     def summarise(
         self,

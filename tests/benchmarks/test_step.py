@@ -19,7 +19,7 @@ from benchmark_checks import check_spread, of, read_report
 from launching import CHECKOUT
 from ranks import run_ranks
 
-from benchmarks import against_rank, links, step, yardsticks
+from benchmarks import against_rank, links, step, stream, yardsticks
 from benchmarks.against import SIDES
 from benchmarks.links import NONE, cable
 from benchmarks.ranks import End
@@ -51,14 +51,14 @@ def bench(out, *arguments):
 
 
 def test_modes_take_turns_and_train_the_same_in_steady_eviction(tmp_path):
-    names = ("data", "resident", "host", "bag")
+    names = ("data", "resident", "host", "bag", "torchrec")
     _, records = bench(tmp_path / "step.md", f"modes={','.join(names)}")
     turns = of(records, "turn")
     order = [*((0, mode) for mode in names), *((1, mode) for mode in (*names[1:], names[0]))]
     assert [(turn["repetition"], turn["mode"]) for turn in turns] == order
     for turn in turns:
         assert len(turn["step_ms"]) == 3 and min(turn["step_ms"]) > 0
-        stages = set() if turn["mode"] == "bag" else STAGES | {"wait"}
+        stages = set() if turn["mode"] in ("bag", "torchrec") else STAGES | {"wait"}
         assert set(turn.get("stage_ms", {})) == stages
     modes, medians = {mode["mode"]: mode for mode in of(records, "mode")}, {}
     for name, mode in modes.items():
@@ -75,6 +75,7 @@ def test_modes_take_turns_and_train_the_same_in_steady_eviction(tmp_path):
     loss = modes["resident"]["loss"]
     assert modes["data"]["loss"] == modes["host"]["loss"] == loss
     assert modes["bag"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert modes["torchrec"]["loss"] == pytest.approx(loss, rel=1e-5)
     rows = modes["data"]["rows_per_step"]
     assert modes["data"]["steady_eviction"] is True
     assert rows["distinct"] > rows["misses"] == rows["evictions"] > 0
@@ -122,6 +123,26 @@ def test_others_tables_train_the_same(tmp_path, monkeypatch, modes, given):
     assert first > 0 and (modes != FUSED or first != pytest.approx(0.6931, abs=1e-4))
 
 
+def test_widths_take_turns_in_one_process(tmp_path):
+    out, given = tmp_path / "widths.md", ("modes=resident,bag", "widths=4,8", "warmup=2")
+    _, records = bench(out, *given)
+    names = [mode["mode"] for mode in of(records, "mode")]
+    assert names == ["resident, 4", "bag, 4", "resident, 8", "bag, 8"]
+    assert [p["numerator"] for p in of(records, "ratio")] == ["resident, 4", "resident, 8"]
+    assert "The device at work" not in out.read_text()  # of a GPU alone
+
+
+def test_the_time_of_a_device_at_work_is_that_of_all_its_streams_together():
+    spans = [(5.0, 9.0), (0.0, 2.0), (1.0, 3.0), (6.0, 7.0), (12.0, 13.0)]
+    assert stream.union(spans) == (8.0, 3.0) and stream.union([]) == (0.0, 0.0)
+    own = torch.ones(1 << 20)
+    with stream.device_work(torch.device("cpu"), 2) as found:
+        own.add_(1.0)
+        own.sum()
+    assert 0 < found["kernels_ms"] == found["busy_ms"]
+    assert found["gap_ms"] > 0
+
+
 def two_ranks(rank, world_size, modes, out):
     """Both ranks run the bench; the exit code."""
     arguments = (f"modes={modes}", "parallel.sharding=table_wise", "warmup=5", f"out={out}")
@@ -130,8 +151,7 @@ def two_ranks(rank, world_size, modes, out):
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
-    pytest.importorskip("torchrec")
-    out, modes = tmp_path / "two.md", "data,hybrid,resident,host"
+    out, modes = tmp_path / "two.md", "data,hybrid,torchrec,resident,host"
     assert run_ranks(two_ranks, 2, modes, str(out)) == [0, 0]
     head, records = read_report(out, step.BENCH)
     assert head["command"][:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -141,7 +161,7 @@ def test_two_ranks(tmp_path):
     assert data["world_size"] == 2
     assert data["rows_per_step"]["evictions"] > 0
     for name, mode in found.items():
-        close = 1e-5 if name == "hybrid" else 0.0
+        close = 1e-5 if name in ("hybrid", "torchrec") else 0.0
         assert mode["loss"] == pytest.approx(data["loss"], rel=close, abs=0.0)
 
 
@@ -189,7 +209,7 @@ def test_a_model_that_diverges_is_refused(tmp_path, capfd):
 
 
 BATCH, WIDTH = 32, 8
-SMALL = ["size=small", "data.bag_size=[3,2,1,12,1,1]", f"batch={2 * BATCH}", f"width={WIDTH}"]
+SMALL = ["size=small", "data.bag_size=[3,2,1,12,1,1]", f"batch={2 * BATCH}", f"widths={WIDTH}"]
 SMALL += ["steps=2", "lead=1", "warmup=3", "warmup_most=6", "repetitions=2", "ratio=0.2"]
 SMALL += ["optim.embedding_lr=0.1"]
 

@@ -48,29 +48,42 @@ def test_ctrl_c_in_the_middle(tmp_path):
     assert (rank.communicate(timeout=60)[1], rank.returncode) == ("", 130)
 
 
-def opened(folder: Path, *overrides: str) -> None:
+def opened(folder: Path, *overrides: str, restarted: bool = False) -> None:
     config = to_config(compose_overrides([f"run.dir={folder}", *overrides]))
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    entry.open_run_folder(folder, config, world)
+    entry.open_run_folder(folder, config, world, (), restarted)
 
 
 def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
-    opened(tmp_path)
-    opened(tmp_path)  # a run that failed before its first step
-    (tmp_path / "summary.json").write_text("{}")
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match=r"\(summary.json, model\).*run.overwrite=true"):
-        opened(tmp_path)
-    assert (tmp_path / "summary.json").exists()
-    for resume in (tmp_path, tmp_path / "model"):
-        (tmp_path / "summary.json").write_text("{}")
-        opened(tmp_path, f"trainer.resume={resume}")
-        assert not (tmp_path / "summary.json").exists(), "until the new run has one of its own"
-        assert (tmp_path / "model").exists()
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    opened(tmp_path, "run.overwrite=true")
-    assert not (tmp_path / "model").exists() and not (tmp_path / "metrics.jsonl").exists()
-    assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
+    opened(tmp_path / "run")
+    opened(tmp_path / "run")  # a run that failed before its first step
+    run, steps = tmp_path / "run", [tmp_path / "run/checkpoints" / f"step_{n}" for n in (5, 7)]
+    assert run.stat().st_mode & 0o777 == 0o700
+    (run / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"\(summary.json\).*resume=auto.*run.overwrite=true"):
+        opened(run)
+    assert (run / "summary.json").exists()
+    opened(run, restarted=True)  # a generation that was killed before its first checkpoint
+    for step in steps:
+        step.mkdir(parents=True)
+        (step / "manifest.json").write_text("{}")
+    for resume in ("auto", run, run / "checkpoints", steps[1]):
+        (run / "summary.json").write_text("{}")
+        opened(run, f"trainer.resume={resume}")
+        assert not (run / "summary.json").exists(), "until the new run has one of its own"
+    refused = {"never": r"\(checkpoints\)", tmp_path: r"\(checkpoints\)", steps[0]: r"\(step_7\)"}
+    for resume, kept in refused.items():
+        with pytest.raises(ConfigError, match=rf"{kept}.*resume={resume} does not go on with it"):
+            opened(run, f"trainer.resume={resume}")
+    assert all(step.exists() for step in steps)
+    opened(run, f"trainer.resume={steps[0]}", "run.overwrite=true")
+    assert [step.exists() for step in steps] == [True, False]
+    (run / "metrics.jsonl").write_text("{}")
+    opened(run, "run.overwrite=true", restarted=True)
+    assert steps[0].exists()
+    opened(run, "run.overwrite=true")
+    assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 1
     with pytest.raises(ConfigError, match=r"run\.dir=/proc/none .*name another"):
         opened(Path("/proc/none"))
 

@@ -163,7 +163,7 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
         run = bash("gpu.sh", "--dry-run", *given, PYTHON="py", OUT=str(tmp_path))
         assert run.returncode == 0, run.stderr
         parts |= dict(line.split(": py ") for line in run.stdout.splitlines())
-    assert "quick_128" in parts
+    assert "quick_steps" in parts
     assert parts.pop("tests").startswith("-m pytest -m gpu ")
     options = {"kernels": KernelOptions, "rows": RowsOptions, "step": StepOptions}
     for part, command in parts.items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import checkpoints
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,6 @@ from scenarios import (
     popularity_of,
     table,
 )
-from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig
 
@@ -318,13 +318,12 @@ def part_of_run(
     mode = make_mode(world, SAVED, SAVING, popularity)
     mode.scratch = target.parent
     if source is not None:
-        state = checkpoint.compare(source, identity(world.size), world, True)
-        checkpoint.load(source, mode, identity(world.size), world, state)
+        state = checkpoints.resume(source, mode, identity(world.size), world)
         assert state.step == steps.start
     batches = [SAVED.batch(step, world.rank, world.size) for step in steps]
     losses = [mode.train_step(step).loss for step in mode.stream(batches)]
     mode.flush()
-    checkpoint.save(target, mode, identity(world.size), TrainerState(steps.stop), world)
+    checkpoints.save(target, mode, identity(world.size), TrainerState(steps.stop), world)
     return finish(mode, SAVED, losses)
 
 
@@ -344,15 +343,6 @@ def wander(rank: int, size: int, home: str, way: list[tuple[int, ...]], popular:
     return found
 
 
-def stored(folder: Path) -> dict:
-    """Every tensor of a checkpoint, read by one process."""
-    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    names = [name for name, value in metadata.items() if hasattr(value, "size")]
-    state = {n: torch.zeros(metadata[n].size, dtype=metadata[n].properties.dtype) for n in names}
-    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-    return state
-
-
 def test_from_one_node_to_several_and_back(tmp_path: Path) -> None:
     one, several = (3,), (1, 2)
     straight = run_ranks(wander, 3, str(tmp_path / "straight"), [one], False)[0][0]
@@ -362,7 +352,7 @@ def test_from_one_node_to_several_and_back(tmp_path: Path) -> None:
         assert [loss for part in found for loss in part.losses] == straight.losses
         assert found[-1].state_digest == straight.state_digest
         files.append(tmp_path / name / f"part{len(way) - 1}")
-    first, *others = (stored(folder / "model") for folder in files)
+    first, *others = (checkpoints.tensors(folder / "model") for folder in files)
     assert first["tables.a.exp_avg"].shape == (300, 8) and first["tables.a.exp_avg"].any()
     for other in others:
         assert first.keys() == other.keys()
@@ -378,7 +368,7 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     folder.mkdir()
     mode = SimpleNamespace(state_dict=lambda: {"rows": torch.ones(3)})
     for action in (
-        lambda: checkpoint.save(folder / "model", mode, identity(2), TrainerState(1), world),
+        lambda: checkpoints.save(folder / "model", mode, identity(2), TrainerState(1), world),
         lambda: checkpoint.check_run_folder(world, folder, "run.save=true"),
     ):
         with pytest.raises(DistcacheError) as caught:

@@ -279,7 +279,7 @@ def one(world: World, plan: Plan) -> tuple:
                 mode.eval_step(step)
                 continue
             wish = step.batch.index == plan.stop and world.rank == plan.stopping
-            result = mode.train_step(step, stop=wish)
+            result = mode.train_step(step, wish)
             losses.append(result.loss)
             time.sleep(step_pause)
             if result.stop:

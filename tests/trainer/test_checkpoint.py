@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pickle
 import re
 import shutil
 import warnings
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
+from checkpoints import Payload, Plain
 from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import TABLES
@@ -20,7 +25,8 @@ from toy_parallel import TABLES
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import BlockSavePlanner, RunIdentity, TrainerState
+from distcache.trainer.checkpoint import RunIdentity, TrainerState
+from distcache.trainer.manifest import Manifest
 
 IDENTITY = RunIdentity(
     mode="data",
@@ -33,71 +39,53 @@ IDENTITY = RunIdentity(
     tables=tuple((table.name, table.rows, table.dim) for table in TABLES),
     data=(("data.negatives", "4"), ("data.path", "abc")),
 )
-STATE = TrainerState(8, b"\1" * 32)
+STATE, STEP = TrainerState(8, b"\1" * 32), "checkpoints/step_00000008"
 
 
-class Plain:
-    """A mode as far as checkpoints know one, with any values as its state."""
-
-    def __init__(self, world, values: dict[str, Any]) -> None:
-        self.world, self.values = world, values
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.values)
-
-    blank_state = state_dict
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
-
-
-def save(path: Path, mode, step: int = 8, world_size: int = 1) -> None:
+def save(path: Path, world, values: dict[str, Any], step: int = 8, world_size: int = 1) -> None:
     identity, state = replace(IDENTITY, world_size=world_size), replace(STATE, step=step)
-    checkpoint.save(path, mode, identity, state, mode.world)
+    checkpoints.save(path, Plain(values), identity, state, world)
 
 
-def resumed(path: Path, mode, /, same_data=True, **changes) -> TrainerState:
-    """Compare, then load, as a run does; the state of training."""
-    identity = replace(IDENTITY, **changes)
-    state = checkpoint.compare(path, identity, mode.world, same_data)
-    checkpoint.load(path, mode, identity, mode.world, state)
-    return state
+def resumed(path: Path, world, mode, /, same_data=True, **changes) -> TrainerState:
+    return checkpoints.resume(path, mode, replace(IDENTITY, **changes), world, same_data)
 
 
 @pytest.fixture
 def saved(world, tmp_path) -> Path:
     """A checkpoint of ones."""
-    save(tmp_path / "model", Plain(world, {"rows": torch.ones(3, 2)}))
-    return tmp_path / "model"
+    save(tmp_path / STEP, world, {"rows": torch.ones(3, 2)})
+    return tmp_path / STEP
 
 
 @pytest.fixture
-def fives(world) -> Plain:
+def fives() -> Plain:
     """A mode whose table holds fives alone, until something is loaded."""
-    return Plain(world, {"rows": torch.full((3, 2), 5.0)})
+    return Plain({"rows": torch.full((3, 2), 5.0)})
 
 
 @pytest.mark.parametrize(("block_bytes", "blocks"), [(1, 7), (24, None), (40, 3), (1 << 20, 1)])
 def test_blocks_give_the_same_values_without_a_warning(
     world, tmp_path, monkeypatch, caplog, block_bytes, blocks
 ):
-    monkeypatch.setattr(
-        checkpoint, "BlockSavePlanner", lambda: BlockSavePlanner(block_bytes=block_bytes)
-    )
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
     caplog.set_level(logging.WARNING)
     tensors = {"view": torch.arange(70.0).view(7, 10)[:, 2:5], "vector": torch.arange(5)}
     tensors |= {"none": torch.zeros(1, 0), "scalar": torch.tensor(3)}
-    empty = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    mode = Plain(world, empty | {"c": {"n": 0}})
+    mode = Plain({name: torch.zeros_like(value) for name, value in tensors.items()} | {"c": {}})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save(tmp_path / "model", Plain(world, tensors | {"c": {"n": 4}}))
-        assert resumed(tmp_path, mode) == STATE
+        save(tmp_path / STEP, world, tensors | {"c": {"n": [4, "x"]}})
+        assert resumed(tmp_path, world, mode) == STATE
     for name, value in tensors.items():
         assert torch.equal(mode.values[name], value), name
-    assert mode.values["c"] == {"n": 4} and caplog.text == ""
-    stored = FileSystemReader(tmp_path / "model").read_metadata().state_dict_metadata["view"]
+    assert mode.values["c"] == {"n": [4, "x"]} and caplog.text == ""
+    stored = FileSystemReader(tmp_path / STEP).read_metadata().state_dict_metadata["view"]
     assert blocks in (None, len(stored.chunks))
+    assert torch.equal(checkpoints.tensors(tmp_path / STEP)["view"], tensors["view"])
+    modes = {entry.name: entry.stat().st_mode & 0o777 for entry in tmp_path.rglob("*")}
+    wide = {Path(STEP).name: 0o700, "checkpoints": 0o700}
+    assert modes == {name: wide.get(name, 0o600) for name in modes}
 
 
 @pytest.mark.parametrize(
@@ -109,12 +97,12 @@ def test_blocks_give_the_same_values_without_a_warning(
         ({"steps_per_epoch": None}, r"steps of an epoch \(.*\) was 6, is None"),
     ],
 )
-def test_other_data_are_refused_unless_they_are_meant(saved, fives, caplog, change, message):
+def test_other_data_are_refused_unless_they_are_meant(world, saved, fives, caplog, change, message):
     with pytest.raises(ConfigError, match=f"other data: {message}.*set trainer.resume_data=any"):
-        resumed(saved, fives, **change)
+        resumed(saved, world, fives, **change)
     assert (fives.values["rows"] == 5.0).all()
     with caplog.at_level(logging.WARNING, logger="distcache"):
-        assert resumed(saved, fives, same_data=False, **change) == STATE
+        assert resumed(saved, world, fives, same_data=False, **change) == STATE
     assert re.search(f"resuming on other data .*: {message}", caplog.text)
     assert (fives.values["rows"] == 1.0).all()
 
@@ -122,7 +110,8 @@ def test_other_data_are_refused_unless_they_are_meant(saved, fives, caplog, chan
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 2}, "nproc-per-node was 1, is 2"),
+        ({"world_size": 2, "mode": "hybrid"}, "nproc-per-node was 1, is 2"),
+        ({"world_size": 2, "global_batch_size": 0}, "nproc-per-node was 1, is 2"),  # own loaders
         ({"mode": "hybrid"}, r"parallel\.mode was data, is hybrid"),
         ({"dtype": "float32"}, r"trainer\.dtype was float64, is float32"),
         ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
@@ -134,12 +123,12 @@ def test_other_data_are_refused_unless_they_are_meant(saved, fives, caplog, chan
         ({"mode": "host"}, None),
     ],
 )
-def test_another_run_is_refused_before_anything_changes(saved, fives, change, message):
+def test_another_run_is_refused_before_anything_changes(world, saved, fives, change, message):
     if message is None:
-        assert resumed(saved, fives, **change) == STATE
+        assert resumed(saved, world, fives, **change) == STATE
         return
     with pytest.raises(ConfigError, match=message):
-        resumed(saved, fives, **change)
+        resumed(saved, world, fives, **change)
     assert (fives.values["rows"] == 5.0).all()
 
 
@@ -149,39 +138,37 @@ def test_another_run_is_refused_before_anything_changes(saved, fives, change, me
      ({"a": 2}, {"a": 3}, "[Ss]ize")],
 )  # fmt: skip
 def test_other_values_are_refused(world, tmp_path, given, asked, message):
-    save(tmp_path / "model", Plain(world, {name: torch.ones(n) for name, n in given.items()}))
+    save(tmp_path / STEP, world, {name: torch.ones(n) for name, n in given.items()})
     with pytest.raises(DistcacheError, match=message):
-        resumed(tmp_path, Plain(world, {name: torch.ones(n) for name, n in asked.items()}))
+        resumed(tmp_path, world, Plain({name: torch.ones(n) for name, n in asked.items()}))
 
 
-def test_no_checkpoint_says_what_is_there(world, tmp_path):
-    (tmp_path / "model.partial").mkdir()
+def test_no_checkpoint_says_what_is_there(world, tmp_path, saved, fives):
+    (saved / "manifest.json").unlink()
     (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"found: model\.partial, summary\.json"):
-        resumed(tmp_path, Plain(world, {}))
+    with pytest.raises(ConfigError, match=r"found: checkpoints, summary\.json"):
+        resumed(tmp_path, world, fives)
     with pytest.raises(ConfigError, match="no such folder"):
-        resumed(tmp_path / "other", Plain(world, {}))
+        resumed(tmp_path / "other", world, fives)
+    with pytest.raises(DataError, match="never finished"):
+        resumed(saved, world, fives)
 
 
-def test_a_failed_save_keeps_the_older_one(world, tmp_path):
-    folder = tmp_path / "model"
-    save(folder, Plain(world, {"a": torch.ones(2)}))
-    broken = Plain(world, {"a": torch.zeros(2), "b": lambda: None})  # cannot be pickled
+def test_a_failed_save_keeps_the_older_one_and_leaves_nothing(world, tmp_path, saved, fives):
+    broken = {"rows": torch.zeros(3, 2), "b": torch.zeros(2, device="meta")}
     with pytest.raises(DistcacheError, match="could not be written: rank 0"):
-        save(folder, broken, step=9)
-    mode = Plain(world, {"a": torch.zeros(2)})
-    assert resumed(tmp_path, mode).step == 8
-    assert mode.values["a"].tolist() == [1, 1]
-    save(folder, mode, step=9)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-    assert resumed(tmp_path, mode).step == 9
+        save(saved.with_name("step_00000009"), world, broken, step=9)
+    assert list(saved.parent.iterdir()) == [saved]
+    assert resumed(tmp_path, world, fives).step == 8 and (fives.values["rows"] == 1).all()
+    save(saved.with_name("step_00000009"), world, fives.values, step=9)
+    assert resumed(tmp_path, world, fives).step == 9
 
 
-def test_a_swap_cut_short_is_found_and_mended(saved, fives, tmp_path):
-    saved.rename(tmp_path / "model.old")
-    assert resumed(tmp_path, fives) == resumed(saved, fives) == STATE
-    checkpoint.make_room(saved, tmp_path / "model.partial")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+def test_a_disk_without_room_is_told_before_anything_is_written(world, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(DistcacheError, match=r"100 bytes free .* takes 160 bytes: make room"):
+        save(tmp_path / STEP, world, {"rows": torch.ones(5, 4), "a": torch.ones(10).double()})
 
 
 def _flip(path: Path) -> None:
@@ -190,59 +177,102 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
-def test_a_damaged_file_is_refused_by_name_before_anything_changes(world, tmp_path, damage):
-    folder, values = tmp_path / "model", {"t": torch.arange(500.0), "n": {"text": "abc"}}
-    save(folder, Plain(world, values))
-    for name in checkpoint.files_of(folder):
-        copy = tmp_path / damage / name
+DAMAGE = {
+    "flipped": _flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"0"),
+    "missing": Path.unlink,
+    "linked": lambda path: (
+        path.rename(path.parent.parent / "away") and path.symlink_to(path.parent.parent / "away")
+    ),
+}
+
+
+@pytest.mark.parametrize("format", [2, 3])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_refused_by_name(world, tmp_path, damage, format):
+    folder, values = tmp_path / "whole", {"t": torch.arange(500.0), "n": {"text": "abc"}}
+    if format == 2:
+        values["n"] = 5
+        checkpoints.save_format_2(folder, values, IDENTITY, STATE)
+    else:
+        save(folder, world, values)
+    mode = Plain({"t": torch.zeros(500), "n": None})
+    assert resumed(folder, world, mode) == STATE and mode.values["n"] == values["n"]
+    assert torch.equal(mode.values["t"], values["t"])
+    for name in sorted(entry.name for entry in folder.iterdir()):
+        copy = tmp_path / damage / name / "step_00000008"
         shutil.copytree(folder, copy)
-        if damage == "flipped":
-            _flip(copy / name)
-        elif damage == "cut":
-            os.truncate(copy / name, (copy / name).stat().st_size - 1)
-        else:
-            (copy / name).unlink()
-        mode = Plain(world, {"t": torch.zeros(500), "n": {"text": ""}})
-        kind = ConfigError if (name, damage) == (".metadata", "missing") else DataError
-        with pytest.raises(kind, match=re.escape(str(copy))) as caught:
-            resumed(copy, mode)
-        assert kind is ConfigError or name in str(caught.value)
-        assert not mode.values["t"].any()
+        DAMAGE[damage](copy / name)
+        if name in ("manifest.json", "checksums.json") and damage in ("linked", "missing"):
+            continue  # of format 3 then not finished, of format 2 an older one
+        if name == "manifest.json" and damage == "longer":
+            (copy / name).write_text((copy / name).read_text() + "x")
+        with pytest.raises((DataError, ConfigError), match=re.escape(str(copy))) as caught:
+            resumed(copy, world, mode)
+        lost = (name, damage, format) == (".metadata", "missing", 2)
+        assert lost or name in str(caught.value)
+        assert lost or isinstance(caught.value, DataError)
 
 
-def test_checksums_themselves_may_be_damaged_or_not_there(saved, fives, caplog):
-    path = saved / checkpoint.CHECKSUMS
-    text = path.read_text()
-    for damaged in ("", "{}x", "[1]", text[:-9], text.replace("a", "b"), '{".metadata": 3}'):
+def test_a_manifest_of_another_making_is_refused(world, saved, fives):
+    path = saved / "manifest.json"
+    text, files = path.read_text(), Manifest.read(saved).files
+    for damaged in ("", "{}x", "[1]", text[:-9], text.replace("8", "9"), '{"crc32": 1}'):
         path.write_text(damaged)
         with pytest.raises(DataError, match=re.escape(path.name)):
-            resumed(saved, fives)
-    path.unlink()
-    assert resumed(saved, fives) == STATE
-    assert caplog.text.count("its files are taken as they are") == 1
+            resumed(saved, world, fives)
+    (saved.parent / "outside").write_bytes(b"")
+    for name in ("../outside", "/etc/passwd", "..", "a/b"):
+        path.unlink()
+        Manifest(Manifest({}, {}).header, files | {name: [(0, 0)]}).write(saved)
+        with pytest.raises(DataError, match="outside of it"):
+            resumed(saved, world, fives)
+
+
+@pytest.mark.parametrize("door", ["metadata", "value of format 2", "value"])
+def test_loading_executes_nothing(world, tmp_path, saved, fives, door):
+    mark, name = tmp_path / "executed", ".metadata" if door == "metadata" else "__0_0.distcp"
+    if door == "metadata":
+        found, planted = Manifest.read(saved), pickle.dumps(Payload(mark))
+        (saved / name).write_bytes(planted)
+        (saved / "manifest.json").unlink()
+        own = {name: [(len(planted), zlib.crc32(planted))]}
+        Manifest(found.header, found.files | own).write(saved)
+    else:
+        shutil.rmtree(saved)
+        planted = {"rows": torch.ones(3, 2), "n": Payload(mark)}
+        checkpoints.save_format_2(saved, planted, IDENTITY, STATE)
+        fives.values["n"] = 0
+        if door == "value":
+            Manifest.read(saved).write(saved)  # converted
+    with pytest.raises(DataError, match=f"{re.escape(name)} .*asks for posix.mkdir"):
+        resumed(saved, world, fives)
+    assert not mark.exists()
+    with contextlib.suppress(BaseException):  # CheckpointException is no Exception
+        torch.distributed.checkpoint.load({"n": 0}, checkpoint_id=saved)
+    assert mark.exists()  # what DCP does
 
 
 def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Save what all ranks hold; load where only rank 0 asks for the table; a lone failure."""
     world, home, seen = open_world("cpu", timeout_s=60), Path(folder), {}
     table, mine = torch.arange(40_000.0).view(10_000, 4), torch.ones(3)
-    checkpoint.BlockSavePlanner = lambda: BlockSavePlanner(block_bytes=20_000)
-    save(home / "model", Plain(world, {"table": table, "dense": mine}), world_size=2)
+    checkpoint.BLOCK_BYTES = 20_000
+    save(home / STEP, world, {"table": table, "dense": mine}, world_size=2)
     asked = {"dense": torch.zeros(3)} | ({"table": torch.zeros(10_000, 4)} if rank == 0 else {})
-    mode = Plain(world, asked)
-    resumed(home, mode, world_size=2)
+    mode = Plain(asked)
+    resumed(home, world, mode, world_size=2)
     seen["dense"] = mode.values["dense"].tolist()
     seen["equal"] = "table" not in mode.values or torch.equal(mode.values["table"], table)
     if rank == 0:
-        for file in (home / "model").glob("*.distcp"):
-            _flip(file)
+        _flip(home / STEP / "__1_0.distcp")
         (home / "file").write_text("")
-    mode.values = {"dense": mine} | ({"broken": lambda: None} if rank == 1 else {})
+    broken = {"dense": mine} | ({"broken": torch.ones(1, device="meta")} if rank == 1 else {})
     for name, call in {
-        "damaged": lambda: resumed(home, mode, world_size=2),
-        "error": lambda: save(home / "model", mode, world_size=2),
-        "first": lambda: save(home / "file" / "model", Plain(world, {})),
+        "damaged": lambda: resumed(home, world, mode, world_size=2),
+        "error": lambda: save(home / "step_9", world, broken, world_size=2),
+        "first": lambda: save(home / "file" / "step_9", world, {}),
     }.items():
         try:
             call()
@@ -256,11 +286,11 @@ def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
     first, second = run_ranks(save_and_load_apart, 2, str(tmp_path))
     assert first["dense"] == second["dense"] == [1, 1, 1]
     assert first["equal"]
-    assert first["damaged"] == second["damaged"] and "__1_0.distcp (of 3 files)" in first["damaged"]
-    sizes = [os.path.getsize(path) for path in (tmp_path / "model").glob("*.distcp")]
+    assert "__1_0.distcp (of 3 files)" in first["damaged"] == second["damaged"]
+    sizes = [os.path.getsize(path) for path in (tmp_path / STEP).glob("*.distcp")]
     assert len(sizes) == 2
     assert 160_000 < sum(sizes) < 260_000  # one copy of 160 kB and the headers of nine blocks
     assert min(sizes) > 60_000
     assert "could not be written: rank 1" in second["error"] == first["error"]
-    assert first["first"].startswith("FileExistsError")
-    assert second["first"].startswith("PeerError: rank 0: FileExistsError")
+    assert not (tmp_path / "step_9").exists()
+    assert first["first"].startswith("DistcacheError") and "rank 0" in second["first"]

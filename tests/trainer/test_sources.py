@@ -131,7 +131,7 @@ def test_every_mode_trains_on_every_source(found, world):
 def run(world, folder: Path, path: str, *more: str) -> dict[str, Any] | str:
     """The summary of a run over the Criteo folder at `path`, or what it raises."""
     given = ("data=criteo", f"data.path={path}", "data.table_rows=[]", "data.global_batch_size=32")
-    quiet = (*source_runs.SMALL, "trainer.eval_steps=0", "run.save=true")
+    quiet = (*source_runs.SMALL, "trainer.eval_steps=0", "run.save=true", "trainer.resume=never")
     try:
         return source_runs.run(world, folder, *quiet, *SMALL, *given, *more)
     except Exception as error:
@@ -220,10 +220,10 @@ def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
         mode = build.build_parallel(config, world, tables, model, meeting)
         train = mode.train_step
 
-        def train_step(step, stop=False, train=train, meeting=meeting):
+        def train_step(step, asks=0, train=train, meeting=meeting):
             index = step.batch.index
             meeting.meet("step", index, "load", index + 1)
-            return train(step, stop=stop)
+            return train(step, asks)
 
         mode.train_step = train_step
         home = Path(folder, mode_name)

@@ -56,7 +56,7 @@ def scenario(rank: int, world_size: int, folder: str, delay: int) -> dict[str, A
         folder = home / str(int(number))
         stopped, mode, _ = run(folder, stop_after=STOP, number=number, run__save=False)
         seen[number] = (stopped.stopped_by, stopped.summary["steps"], int(mode.applied))
-        again, _, _ = run(folder, trainer__resume=str(folder / "model"))
+        again, _, _ = run(folder, trainer__resume="auto")
         seen["alike"].append(digests(again))
 
     try:
@@ -97,7 +97,7 @@ def test_a_whole_run_ends_in_order_and_says_what_every_mode_says(seen):
         for name in ("whole", "summary", "eval", "bad"):
             assert rank[name] == ranks[0][name], name
     names = sorted(entry.name for entry in (folder / "whole").iterdir())
-    assert names == ["metrics.jsonl", "model", "summary.json"]
+    assert names == ["checkpoints", "metrics.jsonl", "summary.json"]
     summary = json.loads((folder / "whole" / "summary.json").read_text())
     assert list(summary) == list(SUMMARY_KEYS)
     assert summary == ranks[0]["summary"]
@@ -124,7 +124,7 @@ def test_evaluated_resumed_stopped_and_repaired_runs_have_the_bits_of_the_whole(
     assert [line["step"] for line in evaluations] == [4, 8, 12, 14]
     assert 0.5 < evaluations[-1]["eval_auc"] == ranks[0]["eval"] <= 1
     assert f"step {BAD}: the loss is not finite on rank {len(ranks) - 1}" in ranks[0]["bad"]
-    assert (folder / "bad" / "model" / ".metadata").is_file()
+    assert (folder / "bad" / "checkpoints" / f"step_{BAD:08d}" / "manifest.json").is_file()
     assert not (folder / "bad" / "summary.json").exists()
 
 
@@ -136,8 +136,8 @@ class Odd(ToyParallel):
         super().__init__(world)
         self.loss, self.signals, self.evaluated = loss, signals or {}, 0
 
-    def train_step(self, step, stop=False):
-        result = super().train_step(step, stop)
+    def train_step(self, step, asks=0):
+        result = super().train_step(step, asks)
         return result if self.loss is None else type(result)(self.loss, (), result.stop)
 
     def eval_step(self, step):
@@ -153,7 +153,7 @@ def test_digests_by_hand_and_only_where_asked(world, tmp_path):
     for _ in range(3):
         chain = hashlib.sha256(chain + struct.pack("<d", 0.25)).digest()
     assert result.summary["loss_digest"] == chain.hex()
-    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "checkpoints").exists()
     mode = ToyParallel(world)
     values = [mode.table_block(at, 0, table.rows) for at, table in enumerate(TABLES)]
     values += [value.detach() for value in mode.dense_state().values()]

@@ -1,0 +1,406 @@
+"""Files of a checkpoint: written with checksums in one pass, whole or not there, read without
+executing what they hold.
+
+A folder is a checkpoint once it has its manifest, which is written last: when every rank has
+brought its files and the folder to the disk. Nothing is renamed, so network file systems will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from distcache.data.own import load_plain
+from distcache.errors import ConfigError, DataError, DistcacheError
+from distcache.store.memory import describe_bytes
+
+FORMAT = 3
+"""Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
+
+MANIFEST, METADATA, SUMS = "manifest.json", ".metadata", "checksums.json"
+"""Files of a checkpoint: what belongs to it, written last; DCP's list of values; format 2's sums.
+"""
+
+TRAINER_KEY = "trainer"
+"""Format 2: the name, beside the mode's values, of the JSON text that a manifest has now."""
+
+WAY_OUT = "resume from another checkpoint, or from a copy of this one"
+
+Mark = tuple[int, int]
+"""Where a stored block ends in its file, in bytes, and the CRC-32 of the file up to there."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. `header`: what its run says of it, JSON values; `files`: the marks
+    of each file's blocks, in order, by name.
+
+    The checksum of a block goes on from that of the block before it, so the last one is the whole
+    file's, and both are computed in one pass.
+    """
+
+    header: dict[str, Any]
+    files: dict[str, list[Mark]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(marks[-1][0] for marks in self.files.values() if marks)
+
+    def write(self, folder: Path) -> None:
+        """Make `folder`, whose files are on the disk, a checkpoint. Raises DistcacheError."""
+        body = {"header": self.header, "files": self.files}
+        text = json.dumps({"crc32": _sum_of(body), "checkpoint": body})
+        try:
+            with BlockFile(folder / MANIFEST) as file:
+                file.write(text.encode())
+            sync_folder(folder)
+        except OSError as error:
+            raise DistcacheError(f"{folder / MANIFEST}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint of any format, whose files are there in their lengths.
+
+        Raises DataError for one that is damaged or lacks a file.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            return _of_format_2(folder)
+        try:
+            found = json.loads(path.read_bytes())
+            body = found["checkpoint"]
+            if found["crc32"] != _sum_of(body):
+                raise ValueError("its checksum is another one")
+            files = {name: [(end, crc) for end, crc in of] for name, of in body["files"].items()}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path} is damaged ({error}): {WAY_OUT}") from error
+        for name, marks in files.items():
+            _check_file(folder, name, marks[-1][0] if marks else 0)
+        return cls(body["header"], files)
+
+    def verify(self, folder: Path) -> None:
+        """Raise DataError naming a file of `folder` that is not as it was written."""
+        for name, marks in self.files.items():
+            ends = [end for end, _ in marks]
+            for start, end in pairwise([0, *ends]):
+                self.block(folder, name, start, end - start)
+
+    def block(self, folder: Path, name: str, start: int, length: int) -> bytes:
+        """The block of file `name` from byte `start` on. Raises DataError unless it is one, and as
+        it was written."""
+        marks = dict([(0, 0), *self.files.get(name, [])])
+        end = start + length
+        if start not in marks or end not in marks:
+            raise _damaged(folder, name, len(self.files))
+        with open_plain(folder / name) as file:
+            file.seek(start)
+            data = file.read(length)
+        if len(data) != length or zlib.crc32(data, marks[start]) != marks[end]:
+            raise _damaged(folder, name, len(self.files))
+        return data
+
+
+def _sum_of(body: Mapping[str, Any]) -> str:
+    """The checksum of a manifest, whatever its spaces and the order of its keys."""
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+
+
+def _damaged(folder: Path, names: str, count: int) -> DataError:
+    return DataError(
+        f"the checkpoint {folder} is damaged: {names} (of {count} files) not as written, by "
+        f"length or checksum: {WAY_OUT}"
+    )
+
+
+def _check_file(folder: Path, name: str, length: int) -> None:
+    """Raise DataError unless `name` is a file of `length` bytes in `folder` itself."""
+    if name != Path(name).name or "\0" in name or name in ("", "..", MANIFEST):
+        raise DataError(f"the checkpoint {folder} names the file {name!r}, outside of it")
+    try:
+        found = (folder / name).lstat()
+    except OSError as error:
+        raise DataError(f"the checkpoint {folder} lacks {name}: {WAY_OUT}") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size != length:
+        raise _damaged(folder, name, 1)
+
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """A file that is no link, for reading."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): {WAY_OUT}") from error
+
+
+# -----------------------------------------------------------------------------
+# Writing: each rank a file of its own, block after block.
+
+
+class BlockFile:
+    """A new file that its owner alone may read, with its length and checksum so far; on the disk
+    once it is left."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._file = os.open(path, flags, 0o600)
+        self.end = self.crc = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`; its length in bytes."""
+        left = memoryview(data).cast("B")
+        count = len(left)
+        self.crc = zlib.crc32(left, self.crc)
+        while len(left):
+            left = left[os.write(self._file, left) :]
+        self.end += count
+        return count
+
+    def flush(self) -> None:
+        """Nothing: no bytes wait here."""
+
+    def __enter__(self) -> BlockFile:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(there)
+    finally:
+        os.close(there)
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """With the mark of the block."""
+
+    mark: Mark
+
+
+class BlockWriter(FileSystemWriter):
+    """DCP's files with a checksum for each block. `files`, on rank 0 once all is written: the
+    marks of all files, for a manifest."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.files: dict[str, list[Mark]] = {}
+
+    def prepare_global_plan(self, plans: list[planner.SavePlan]) -> list[planner.SavePlan]:
+        """Raises DistcacheError where the disk has no room for the values."""
+        items = (item.tensor_data for plan in plans for item in plan.items)
+        needed = sum(
+            data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in items if data
+        )
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise DistcacheError(
+                f"{self.path} has {describe_bytes(free)} free and the checkpoint takes "
+                f"{describe_bytes(needed)}: make room there, or lower trainer.keep_checkpoints"
+            )
+        return super().prepare_global_plan(plans)
+
+    def write_data(
+        self, plan: planner.SavePlan, planner: planner.SavePlanner
+    ) -> Future[list[WriteResult]]:
+        """Write this rank's blocks, each of them in memory once."""
+        name, written = f"__{self.rank}_0.distcp", list[WriteResult]()
+        if plan.items:
+            with BlockFile(self.path / name) as file:
+                for item in plan.items:
+                    start = file.end
+                    torch.save(in_memory(planner.resolve_data(item)), file)
+                    length, mark = file.end - start, (file.end, file.crc)
+                    place = filesystem._StorageInfo(name, start, length)
+                    written.append(_Written(item.index, length, place, mark))
+        sync_folder(self.path)
+        return _done(written)
+
+    def finish(self, metadata: metadata.Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all ranks have written: DCP's list of values."""
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+        written: list[Any] = [one for of_rank in results for one in of_rank]
+        metadata.storage_data = {one.index: one.storage_data for one in written}
+        for one in written:
+            self.files.setdefault(one.storage_data.relative_path, []).append(one.mark)
+        with BlockFile(self.path / METADATA) as file:
+            file.write(pickle.dumps(metadata))
+            self.files[METADATA] = [(file.end, file.crc)]
+        sync_folder(self.path)
+
+
+def _done(value: Any) -> Future:
+    done: Future = Future()
+    done.set_result(value)
+    return done
+
+
+def in_memory(value: Tensor) -> Tensor:
+    """A tensor on the CPU, whose memory, which torch.save stores as a whole, has nothing else."""
+    here = value.detach().cpu().contiguous()
+    return here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
+
+
+# -----------------------------------------------------------------------------
+# Reading: nothing that a file holds is executed.
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    (own.__module__, own.__qualname__): own
+    for own in (
+        metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.MetadataIndex,
+        metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+        torch.serialization._get_layout, pathlib.PosixPath,
+    )
+}  # fmt: skip
+"""What DCP's `.metadata` is made of, beside sizes and dtypes."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads pickles of DCP's classes and of what Python has built in, and refuses all others before
+    anything of theirs is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A known class, or a dtype. Raises UnpicklingError for any other."""
+        found = _CLASSES.get((module, name))
+        if found is None and module == "torch":
+            found = getattr(torch, name, None)
+            found = found if isinstance(found, torch.dtype) or found is torch.Size else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return found
+
+
+def _read_metadata(folder: Path, data: bytes) -> metadata.Metadata:
+    try:
+        found = MetadataUnpickler(io.BytesIO(data)).load()
+        if not isinstance(found, metadata.Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
+    except Exception as error:  # whatever bytes make of it
+        raise DataError(f"{folder / METADATA} is no list of values ({error}): {WAY_OUT}") from error
+    found.storage_meta = found.storage_meta or metadata.StorageMeta()
+    return found
+
+
+class BlockReader(FileSystemReader):
+    """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Raises DataError for a list of values that is damaged."""
+        super().__init__(folder)
+        self._manifest = manifest
+        ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
+        self.values = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The list of values, which was read at the start."""
+        return self.values
+
+    def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
+        """Read the blocks that the plan's items are in, each of them once."""
+
+        def place(item: planner.ReadItem) -> tuple[str, int, int]:
+            info = self.values.storage_data[item.storage_index]
+            return info.relative_path, info.offset, info.length
+
+        for where, items in groupby(sorted(plan.items, key=place), place):
+            stored = self._load(*where)
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                spans = zip(item.storage_offsets, item.lengths, strict=True)
+                part = stored[tuple(slice(start, start + count) for start, count in spans)]
+                if part.shape != target.shape:
+                    raise _damaged(self.path, where[0], len(self._manifest.files))
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        return _done(None)
+
+    def _load(self, name: str, start: int, length: int) -> Tensor:
+        data = self._manifest.block(self.path, name, start, length)
+        try:
+            found = load_plain(data)
+        except DataError as error:
+            raise DataError(f"{self.path / name} holds no tensor: {error}") from error
+        return found if isinstance(found, Tensor) else as_bytes(found)
+
+    def whole(self, name: str) -> Tensor:
+        """A small value, of one dimension where it has several blocks. Raises ConfigError where
+        there is none."""
+        stored = self.values.storage_data
+        own = [index for index in stored if index.fqn == name]
+        found = sorted(own, key=lambda index: index.offset or (0,))
+        if not found:
+            raise ConfigError(
+                f"the checkpoint {self.path} has no {name}, which this run needs: resume with "
+                "the settings it was made with"
+            )
+        places = (stored[index] for index in found)
+        blocks = [self._load(at.relative_path, at.offset, at.length) for at in places]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def as_bytes(value: Any) -> Tensor:
+    """A value that is no tensor as the bytes, uint8 `[n]`, that a checkpoint has of it: its own, or
+    those of JSON."""
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].clone()
+
+
+# -----------------------------------------------------------------------------
+# Format 2: no manifest, but a file of SHA-256 sums, and what the run says of it among the values.
+
+
+def _of_format_2(folder: Path) -> Manifest:
+    """A manifest of a checkpoint that has none, all of whose files are read for it."""
+    if not (folder / SUMS).is_file():
+        raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
+    try:
+        found = json.loads((folder / SUMS).read_text())
+        sums = {name: (size, sha) for name, (size, sha) in found.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{folder / SUMS} is damaged ({error}): {WAY_OUT}") from error
+    for name, (size, sha) in sums.items():
+        _check_file(folder, name, size)
+        with open_plain(folder / name) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha:
+                raise _damaged(folder, name, len(sums))
+    values = _read_metadata(folder, (folder / METADATA).read_bytes())
+    ends = {name: {size} for name, (size, _) in sums.items()}
+    for info in values.storage_data.values():
+        ends.setdefault(info.relative_path, set()).add(info.offset + info.length)
+    files = dict[str, list[Mark]]()
+    for name in sums:
+        files[name], start, crc = [], 0, 0
+        with open_plain(folder / name) as file:
+            for end in sorted(ends[name]):
+                start, crc = end, zlib.crc32(file.read(end - start), crc)
+                files[name].append((end, crc))
+    header = BlockReader(folder, Manifest({}, files)).whole(TRAINER_KEY)
+    return Manifest(json.loads(json.loads(header.numpy().tobytes())), files)

@@ -1,0 +1,215 @@
+"""When a run writes checkpoints, beside training where the mode can, and which of them are kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distcache.comm.link import on_first, together
+from distcache.comm.world import World
+from distcache.engine.gradients import BUSY, SAVE
+from distcache.engine.snapshot import Snapshot
+from distcache.errors import DataError, DistcacheError, PeerError
+from distcache.parallel.base import Parallel
+from distcache.trainer import checkpoint
+from distcache.trainer.checkpoint import CHECKPOINTS, Start, TrainerState
+from distcache.trainer.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+HIGHER_IS_BETTER = {"eval_auc": True, "eval_logloss": False, "eval_ne": False}
+"""What `trainer.keep_best` may be, beside `none`."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """`every`: steps or seconds from one to the next, as of `checks.cadence`; `newest`: how many
+    are kept, and beside them the best by the metric `best` (None: by none)."""
+
+    every: tuple[int | None, float | None] = (None, None)
+    newest: int = 1
+    best: str | None = None
+
+
+class _Job(threading.Thread):
+    """Writes one checkpoint. `error`: why it did not."""
+
+    def __init__(self, state: TrainerState, work: Callable[[], None], snapshot: Snapshot) -> None:
+        super().__init__(name="distcache-checkpoint", daemon=True)
+        self.state, self.snapshot, self._work = state, snapshot, work
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # told by the training thread
+            self.error = error
+
+
+class Saver:
+    """The checkpoints of a run, in `checkpoints/` of its folder; every method is called by all
+    ranks between the same steps, but for `asks` and `settle`.
+
+    `last`: the state of the newest that this process wrote or went on from in this folder.
+    """
+
+    def __init__(
+        self,
+        where: tuple[Path, Start],
+        mode: Parallel,
+        world: World,
+        header: Mapping[str, Any],
+        own_state: Callable[[TrainerState], Mapping[str, bytes]],
+        keeping: Keeping,
+    ) -> None:
+        """`where`: the run folder, and what the run began with; `world`: of
+        `checkpoint.file_world`; `header`: what every manifest says of the run; `own_state`: values
+        of this rank alone at a state, by unique names."""
+        run_dir, begun = where
+        self.folder = run_dir / CHECKPOINTS
+        here = begun.folder is not None and begun.folder.resolve().parent == self.folder.resolve()
+        self.last = begun.state if here else None
+        self._mode, self._world, self._header = mode, world, dict(header)
+        self._own_state, self._keeping = own_state, keeping
+        self._job: _Job | None = None
+        self._began, self._due, self._told = time.monotonic(), False, False
+        self._best: float | None = on_first(world, lambda: best_of(self.folder, keeping.best)[0])
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error for as long as others may take, at a second Ctrl-C not at all.
+        self.wait(None if kind is None else self._world.timeout_s * issubclass(kind, Exception))
+
+    def asks(self, done: int) -> int:
+        """What this rank tells the others with the step that makes it `done` steps: bits."""
+        seconds = self._keeping.every[1]
+        if seconds is not None and self._world.is_first:  # one clock for all
+            self._due |= time.monotonic() - self._began >= seconds
+        self._due |= self.falls_on(done)
+        busy = self._job is not None and self._job.is_alive()
+        if self._due and busy and not self._told and self._world.is_first:
+            self._told = True
+            logger.warning(
+                "a checkpoint is due, but the one of step %s is still being written: it waits; "
+                "raise trainer.checkpoint_every",
+                f"{self._job.state.step:,}" if self._job else "",
+            )
+        return SAVE * self._due | BUSY * busy
+
+    def falls_on(self, done: int) -> bool:
+        """Whether a checkpoint is due after `done` steps, by their number."""
+        steps = self._keeping.every[0]
+        return steps is not None and done % steps == 0
+
+    def is_best(self, metrics: Mapping[str, float | None]) -> bool:
+        """Whether these metrics, which all ranks have, are better than those of any checkpoint."""
+        name = self._keeping.best
+        value = None if name is None else metrics[name]
+        if name is None or value is None or not _better(name, value, self._best):
+            return False
+        self._best = value
+        return True
+
+    def write(
+        self, state: TrainerState, metrics: Mapping[str, float | None], periodic: bool = True
+    ) -> None:
+        """Write a checkpoint of `state`, at which the mode stands; a `periodic` one, after which
+        steps follow, in the background where the mode can, and where that fails training goes on.
+
+        `metrics`: of this state.
+        """
+        self.wait()
+        self._began, self._due = time.monotonic(), False
+        if state == self.last:
+            return
+        self._mode.flush()
+        try:
+            self._begin(state, metrics, periodic)
+        except PeerError:
+            raise
+        except DistcacheError as error:
+            if not periodic:
+                raise
+            self._say(state, error)
+
+    def _begin(
+        self, state: TrainerState, metrics: Mapping[str, float | None], periodic: bool
+    ) -> None:
+        folder, world, mode = self.folder / f"step_{state.step:08d}", self._world, self._mode
+        own = dict[str, bytes]()
+        together(world, lambda: own.update(self._own_state(state)))
+        checkpoint.make_room(world, folder)
+        # The old rows lie in the checkpoint's folder: what a killed run leaves goes with that.
+        snapshot = mode.snapshot(folder) if periodic else None
+        values = checkpoint.captured(mode, own, snapshot is not None)
+        header = self._header | state.header() | {"metrics": dict(metrics)}
+
+        def work() -> None:
+            checkpoint.save(folder, values, header, world, snapshot)
+            on_first(world, lambda: prune(self.folder, self._keeping))
+
+        if snapshot is None:
+            work()
+            self.last = state
+        else:
+            self._job = _Job(state, work, snapshot)
+            self._job.start()
+
+    def settle(self) -> None:
+        """Let go of what has been written meanwhile."""
+        if self._job is not None and not self._job.is_alive():
+            self.wait()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until nothing is being written, `limit_s` seconds at most."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        job.join(limit_s)
+        job.snapshot.close()
+        if job.error is None and not job.is_alive():
+            self.last = job.state
+        else:
+            self._say(job.state, job.error or TimeoutError("the other ranks do not end"))
+
+    def _say(self, state: TrainerState, error: Exception) -> None:
+        if self._world.is_first:
+            logger.warning("no checkpoint at step %s: %s", f"{state.step:,}", error)
+
+
+# -----------------------------------------------------------------------------
+# Which checkpoints are kept; on rank 0.
+
+
+def _better(name: str, value: float, than: float | None) -> bool:
+    return than is None or (value > than if HIGHER_IS_BETTER[name] else value < than)
+
+
+def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:
+    """The best value of a metric among the checkpoints of `folder`, and the newest that has it."""
+    best: float | None = None
+    where: Path | None = None
+    for own in checkpoint.finished(folder) if name is not None else ():
+        with suppress(DataError):
+            value = Manifest.read(own).header.get("metrics", {}).get(name)
+            if value is not None and _better(name, value, best):
+                best, where = value, own
+    return best, where
+
+
+def prune(folder: Path, keeping: Keeping) -> None:
+    """Remove the checkpoints of `folder` but those that are kept, and what was not finished."""
+    whole = checkpoint.finished(folder)
+    kept = {*whole[: keeping.newest], best_of(folder, keeping.best)[1]}
+    for own in folder.glob("step_*"):
+        if own not in kept:
+            with suppress(OSError):  # it stays, then
+                checkpoint.remove(own)

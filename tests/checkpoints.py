@@ -1,0 +1,88 @@
+"""Checkpoints as tests make them: of any mode, of today's format and of the one before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from distcache.comm.world import World
+from distcache.trainer import checkpoint
+from distcache.trainer.checkpoint import RunIdentity, TrainerState, file_world
+
+
+class Plain:
+    """A mode as far as checkpoints know one, with any values as its state."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    blank_state = state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def save(folder: Path, mode: Any, identity: RunIdentity, state: TrainerState, world: World) -> None:
+    """Write a checkpoint of `mode`; by all ranks."""
+    header = {"run": asdict(identity)} | state.header()
+    with file_world(world, identity) as files:
+        checkpoint.make_room(files, folder)
+        checkpoint.save(folder, checkpoint.captured(mode, {}, False), header, files)
+
+
+def resume(
+    path: Path, mode: Any, identity: RunIdentity, world: World, same_data: bool = True
+) -> TrainerState:
+    """Compare, then load, as a run does; the state of training."""
+    with file_world(world, identity) as files:
+        start = checkpoint.compare(checkpoint.find(path), identity, files, same_data)
+        checkpoint.load(start, mode, files)
+    return start.state
+
+
+def save_format_2(
+    folder: Path, values: Mapping[str, Any], identity: RunIdentity, state: TrainerState
+) -> None:
+    """A checkpoint as version 2 of the format has it, by one rank."""
+    header = {"format": 2, "run": asdict(identity)} | state.header()
+    dcp_save(
+        dict(values) | {"trainer": json.dumps(header)}, storage_writer=FileSystemWriter(folder)
+    )
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    sums = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+class Payload:
+    """Code that runs where a pickle is loaded: makes the folder `mark`."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, read by DCP itself."""
+    reader = torch.distributed.checkpoint.FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.zeros(value.size, dtype=value.properties.dtype)
+        for name, value in stored.items()
+        if hasattr(value, "size")
+    }
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    return state
