@@ -169,29 +169,23 @@ def _started(process: int) -> str | None:
 # torchrun's agent: the process that starts a node's ranks, hands signals on to them, and gives them
 # so many seconds to end.
 
-_LOOK_S = 1.0
-"""Between looks whether the agent runs, seconds."""
-
 
 def end_with_agent() -> None:
     """Under torchrun, end this process within seconds when its agent has ended, whatever it does.
 
-    An agent that is killed, or is told twice to stop, leaves its ranks behind. The parent's number
-    is looked at, and no signal asked for (PR_SET_PDEATHSIG): that comes when the *thread* that
-    started a process ends, and does not come where the parent ended before it was asked for.
+    An agent that is killed leaves its ranks behind. No signal is asked for (PR_SET_PDEATHSIG): it
+    comes when the *thread* that started a process ends, and not where its end came before.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    process, agent = launched
-    if process != os.getpid():  # forked since
-        agent = os.getppid()
+    agent = launched[1] if launched[0] == os.getpid() else os.getppid()  # forked since
 
     def watch() -> None:
         while os.getppid() == agent:
-            time.sleep(_LOOK_S)
-        # Not by the log, whose lock and whose reader may never come back.
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, b"error: torchrun's agent has ended, and this rank with it\n")
+            time.sleep(1.0)
+        with suppress(OSError):  # not by the log, whose lock and whose reader may never come back
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, b"error: torchrun's agent has ended, and this rank with it\n")
         os._exit(1)
 
     threading.Thread(target=watch, name="agent", daemon=True).start()

@@ -73,7 +73,7 @@ for a look-ahead that nobody holds, which ranks that leave theirs at the same st
 
 ALONE_S = 20.0
 """How long rank 0 waits for any other rank to ask for whole tables too, seconds. All are at the
-same step; whoever comes later than this most likely does not come, as in `if rank == 0: save()`."""
+same step: if none comes in this time, it is most likely a loop's `if rank == 0:` that asks."""
 
 
 class OpenStep:
@@ -529,7 +529,7 @@ class CollectionTables:
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
             self._judged.append((flight.step, counted, there, streams.mark(COMPUTE)))
         flight.after = streams.mark(COMPUTE)
-        with engine.whole():
+        with engine.whole:
             with engine.stage(APPLY, flight):
                 engine.apply(flight, step.view.sums(), lr, step.choices, enabled)
             engine.return_rows(flight)
@@ -591,10 +591,8 @@ class CollectionTables:
     def views(
         self, states: bool = False
     ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
-        """Flush; then each table with its weights and state, see `WholeTables.views`.
-
-        Raises PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`.
-        """
+        """Flush; then each table with its weights and state, see `WholeTables.views`. Raises
+        PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`."""
         self._meet()
         self.flush()
         return self.whole.views(states)
@@ -602,14 +600,13 @@ class CollectionTables:
     def _meet(self) -> None:
         """Let rank 0 see whether it is alone: changed rows lie on every rank's device."""
         world, key = self.world, f"whole/{self._asked}"
-        if world.size > 1 and world.rank > 0:
+        if world.rank:
             world.store.add(key, 1)
         elif world.size > 1:
             others, limit = named_ranks(range(1, world.size)), min(ALONE_S, world.timeout_s)
 
             def has_company() -> bool:
-                failure = failure_of_others(world.store, 0)
-                if failure is not None:
+                if (failure := failure_of_others(world.store, 0)) is not None:
                     raise PeerError(failure.message)
                 return world.store.add(key, 0) > 0
 
@@ -617,9 +614,9 @@ class CollectionTables:
                 wait_until(has_company, limit, lambda: f"{others} to ask for state_dict() too")
             except TimeoutError:
                 raise PeerError(
-                    f"rank 0 asked for state_dict(), and {others} did not within {limit:g} s: "
-                    "changed rows lie on all ranks' devices, so call it (also the optimizer's) on "
-                    "all ranks, outside `if rank == 0:`, and write its result on one"
+                    f"rank 0 asked for state_dict(), and {others} did not within {limit:g} s: rows "
+                    "lie on all devices, so call it on all ranks, outside `if rank == 0:`, and save"
+                    " on one"
                 ) from None
         self._asked += 1
 

@@ -398,7 +398,7 @@ class Run:
     ) -> TrainResult:
         """Train from `start` on, save, digest and summarise."""
         schedule = self.schedule(start)
-        if self.world.is_first:
+        if self.world.is_first and not schedule.nothing_to_train:
             rows = build.optimizer_spec(self.config).rows()
             floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
             announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)
