@@ -263,6 +263,9 @@ CHECKPOINTS = "checkpoints"
 ONE_FORMAT = frozenset({"data", "resident", "host"})
 """Modes that write the same values and so read one another's checkpoints."""
 
+HYBRID_HAS = frozenset({"sgd", "adagrad", "rowwise_adagrad"})
+"""Optimizers whose rows have the same state in `hybrid` as in the modes of `ONE_FORMAT`."""
+
 
 @dataclass(frozen=True)
 class RunIdentity:
@@ -531,13 +534,20 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
             ": resume with the version that wrote it"
         )
     saved, wrong = header["run"], []
-    alike = {saved["mode"], identity.mode} <= ONE_FORMAT
+    modes = {saved["mode"], identity.mode}
+    alike = modes <= ONE_FORMAT or identity.optimizer in HYBRID_HAS
     # Loaders of a user's own, whose batches are of any size, have a position on each rank.
     free = {"mode": alike, "world_size": alike and identity.global_batch_size > 0}
     for name, key in KEYS.items():
         was, now = saved[name], getattr(identity, name)
         if was != now and not free.get(name):
             wrong.append(f"{key} was {was}, is {now}")
+    moved = len(modes) > 1 or saved["world_size"] != identity.world_size
+    if "hybrid" in modes and not alike and moved:
+        wrong.append(
+            f"optim={identity.optimizer} has another state of rows in hybrid than elsewhere, and "
+            f"only {', '.join(sorted(HYBRID_HAS))} go on in another mode or number of ranks"
+        )
     before, after = [tuple(table) for table in saved["tables"]], list(identity.tables)
     if len(before) != len(after):
         wrong.append(f"the number of tables was {len(before)}, is {len(after)}")
