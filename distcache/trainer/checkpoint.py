@@ -97,8 +97,10 @@ def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
 # -----------------------------------------------------------------------------
 # Planners for `torch.distributed.checkpoint`: big tensors in blocks, nothing left unread.
 
-BLOCK_BYTES = 64 << 20
-"""About how many bytes one block of a table has in a checkpoint."""
+BLOCK_BYTES = 16 << 20
+"""About how many bytes one block of a table has in a checkpoint: few enough that the allocator
+keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
+checksum."""
 
 TABLES = "tables."
 """What begins the names of tables' values."""
