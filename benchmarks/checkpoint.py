@@ -112,7 +112,7 @@ class Files:
         self.buffer = np.empty(BLOCK_BYTES, np.uint8)
         self.buffer[:] = 1
 
-    def timed(self, work: Callable[[], None], paths: Sequence[Path], repetition: int) -> float:
+    def timed(self, work: Callable[[], None], paths: Sequence[Path]) -> float:
         """Seconds of all ranks' `work`, before which the system keeps nothing of `paths`."""
         for path in (own for found in paths for own in [found, *found.glob("*")] if own.is_file()):
             file = os.open(path, os.O_RDONLY)
@@ -132,9 +132,8 @@ class Files:
 
     def restore(self) -> None:
         """Read it again, compared with its checksums."""
-        checkpoint.load(
-            checkpoint.compare(self.folder, self.identity, self.world), self.mode, self.world
-        )
+        start = checkpoint.compare(self.folder, self.identity, self.world)
+        checkpoint.load(start, self.mode, self.world)
 
     def write(self) -> None:
         """A plain file."""
@@ -169,22 +168,18 @@ def cut(value: Any) -> list[memoryview]:
 def rates(files: Files, repetitions: int) -> list[Record]:
     """Gigabytes a second of each, in turns, and the ratios."""
 
-    def fresh(_: int) -> None:
-        files.plain.unlink(missing_ok=True)
-        checkpoint.make_room(files.world, files.folder)
-
-    nothing: Sequence[Path] = ()
     writers = {"save": files.save, "plain write": files.write, "copy, checksum": files.copy}
     readers = {"restore": files.restore, "plain read": files.read}
     found: dict[str, list[float]] = {}
     size, world = sum(together(files.world, lambda: files.nbytes)), files.world.size
     for repetition in range(repetitions):
         log.info("files, repetition %d", repetition)
-        fresh(repetition)
-        for part, paths in ((writers, nothing), (readers, [files.folder, files.plain])):
+        files.plain.unlink(missing_ok=True)
+        checkpoint.make_room(files.world, files.folder)
+        for part, paths in ((writers, []), (readers, [files.folder, files.plain])):
             order = list(part)[:: 1 if repetition % 2 else -1]
             for name in order:
-                seconds = files.timed(part[name], paths, repetition)
+                seconds = files.timed(part[name], paths)
                 found.setdefault(name, []).append(size / 1e9 / seconds)
     files.plain.unlink()
     common = {"ranks": world, "gigabytes": size / 1e9}
@@ -256,7 +251,7 @@ SECTIONS = (
         "Files",
         "Gigabytes a second, median [quartiles] over the turns: writing with fsync, reading cold "
         "(`posix_fadvise`). Plain: as many processes write the same bytes from memory in blocks of "
-        "64 MiB, and read them into one buffer. Copy, checksum: one core copies each block and "
+        "16 MiB, and read them into one buffer. Copy, checksum: one core copies each block and "
         "takes its CRC-32.",
         "rate",
         (
