@@ -129,6 +129,8 @@ class Saver:
         self.wait()
         self._began, self._due = time.monotonic(), False
         if state == self.last:
+            if not periodic:  # the run before this one may have ended before it came to that
+                on_first(self._world, lambda: prune(self.folder, self._keeping))
             return
         self._mode.flush()
         try:
