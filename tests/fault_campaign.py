@@ -324,8 +324,8 @@ def report(
 `python tests/fault_campaign.py points={count} seed={seed}`: runs of {STEPS} steps with 1 to 3
 ranks, all placements, losses read at once or two steps later, a checkpoint every {EVERY} steps,
 written beside training. At each point a rank is killed (SIGKILL) before, in or after a call of a
-place, all drawn; the others end by themselves, and the run goes on with `trainer.resume=auto`. A point
-holds when digests and losses in `metrics.jsonl` are those of a run that nobody killed, every
+place, all drawn; the others end by themselves, and the run goes on with `trainer.resume=auto`. A
+point holds when digests and losses in `metrics.jsonl` are those of a run that nobody killed, every
 checkpoint that was there after a kill has its checksums, no more are kept than asked for, and no
 process, memory or half checkpoint is left.
 
