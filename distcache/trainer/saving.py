@@ -139,6 +139,8 @@ class Saver:
             raise
         except DistcacheError as error:
             if not periodic:
+                if self._world.is_first:  # also of old rows that came while one was removed
+                    prune(self.folder, self._keeping)
                 raise
             self._say(state, error)
 
