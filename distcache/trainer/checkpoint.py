@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata, planner, state_dict_loader, s
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from distcache.comm.link import on_first, together
+from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
 from distcache.engine.snapshot import Snapshot
 from distcache.errors import ConfigError, DistcacheError
@@ -344,11 +344,13 @@ def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
 
 
 @contextmanager
-def _told(fails: str) -> Iterator[None]:
+def _told(fails: str, world: World) -> Iterator[None]:
     """What fails on the first rank inside is raised on all as an error of this package, which
-    begins with `fails`."""
+    begins with `fails`; PeerError where a rank went away."""
     try:
         yield
+    except RuntimeError as error:  # of gloo: what a rank itself cannot do, DCP gathers
+        raise Waiting(world, "the host group", "a checkpoint's files").explain(error) from error
     except CheckpointException as error:  # which is no `Exception`
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
@@ -420,7 +422,7 @@ def save(
             raise DistcacheError(f"rows that changed meanwhile could not be kept: {error}")
 
     try:
-        with _told(f"the checkpoint {folder} could not be written"):
+        with _told(f"the checkpoint {folder} could not be written", world):
             state_dict_saver.save(
                 dict(values), storage_writer=writer, planner=blocks, process_group=world.host_group
             )
@@ -507,7 +509,7 @@ def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | N
     given = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     tensors = {name: value for name, value in values.items() if name not in given}
     known = together(world, lambda: set(given))
-    with _told(f"the checkpoint {folder} does not fit this run"):
+    with _told(f"the checkpoint {folder} does not fit this run", world):
         state_dict_loader.load(
             tensors,
             storage_reader=reader,

@@ -165,14 +165,19 @@ class BlockFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o600)
         self.end = self.crc = 0
+        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; its length in bytes."""
         left = memoryview(data).cast("B")
         count = len(left)
         self.crc = zlib.crc32(left, self.crc)
-        while len(left):
-            left = left[os.write(self._file, left) :]
+        try:
+            while len(left):
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            self.error = error
+            raise
         self.end += count
         return count
 
@@ -239,7 +244,10 @@ class BlockWriter(FileSystemWriter):
             with BlockFile(self.path / name) as file, once:
                 for item in plan.items:
                     start = file.end
-                    torch.save(in_memory(planner.resolve_data(item)), file)
+                    try:
+                        torch.save(in_memory(planner.resolve_data(item)), file)
+                    except RuntimeError as error:  # ending its archive failed too, and hides why
+                        raise file.error or error from error
                     length, mark = file.end - start, (file.end, file.crc)
                     place = filesystem._StorageInfo(name, start, length)
                     written.append(_Written(item.index, length, place, mark))
