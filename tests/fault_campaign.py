@@ -327,7 +327,8 @@ written beside training. At each point a rank is killed (SIGKILL) before, in or 
 place, all drawn; the others end by themselves, and the run goes on with `trainer.resume=auto`. A
 point holds when digests and losses in `metrics.jsonl` are those of a run that nobody killed, every
 checkpoint that was there after a kill has its checksums, no more are kept than asked for, and no
-process, memory or half checkpoint is left.
+process, memory or half checkpoint is left. (A finished one may still have files of old rows beside
+its own, of a rank that died in the same moment: they go with it.)
 
 {machine_text(describe_environment(1))}
 

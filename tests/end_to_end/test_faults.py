@@ -251,7 +251,7 @@ def test_agents_go_and_come(tmp_path: Path) -> None:
         agents.until(lambda: not any(Path(f"/proc/{own}").exists() for own in orphans), "orphans")
         agents.until(lambda: "on 1 rank(s)" in agents.text(0), "not alone")
         third = agents.start()
-        assert [first.wait(200), third.wait(60)] == [0, 0], agents.text(0)[-3000:]
+        assert [first.wait(250), third.wait(60)] == [0, 0], agents.text(0)[-3000:]
         said = agents.text(0) + agents.text(2)
     assert said.count("on 2 rank(s)") == 2 and said.count("on 1 rank(s)") == 1
     assert "published no configuration" not in said
