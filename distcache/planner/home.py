@@ -65,7 +65,7 @@ class Parts:
         """K, how many."""
         return 1 << self.bits
 
-    @property
+    @cached_property
     def shape(self) -> np.ndarray:
         """What `loops.divide_rows` knows of a home; int64 `[3]`."""
         return np.array([self.shelves, self.shelves - self.bits, -(-self.rows >> self.shelves)])
@@ -252,7 +252,7 @@ class Ingested:
     bases: np.ndarray
     counts: np.ndarray
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """U_h: distinct rows of the home."""
         return int(self.counts.sum())

@@ -442,15 +442,17 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
     for group in range(steps):
         count, ends[group] = ends[group], before
         before += count
+    ends[steps] = before
     home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
     start, stop = named.bases[part], named.bases[part] + named.counts[part]
     distinct, previous = named.distinct[start:stop], named.previous[start:stop]
     for k in range(len(distinct)):
         row, group = distinct[k], np.int64(previous[k]) - named.planned - 1
         index[at(row), NAMED] = named.step
-        if group >= 0 and group < steps:
-            waiting[at((begin + ends[at(group)]) & room)] = row
-            ends[at(group)] += 1
+        # Without a branch, which no core foresees: one that waits for none lies after all others.
+        group = group if group >= 0 and group < steps else steps
+        waiting[at((begin + ends[at(group)]) & room)] = row
+        ends[at(group)] += group < steps
 
 
 @compiled(types.void(_home, i8, i8, i8))
