@@ -469,6 +469,21 @@ class CachedCollection(nn.Module):
 
         on_first(tables.world, write)
 
+    def mark(self) -> int:
+        """A mark at this step, for `changed_since`; called by all ranks between two steps. The last
+        four are kept, in memory alone, each a bit for every row."""
+        self.tables.flush()
+        return self.tables.engine.mark(self.tables.steps)
+
+    def changed_since(self, mark: int) -> dict[str, np.ndarray]:
+        """The ids of each table, int64, ascending, of the rows named by steps that were applied, or
+        written by hand, since `mark`: the `rows` that `export` takes. Called by all ranks.
+
+        Raises PlanError for a mark that is not kept.
+        """
+        self.tables.flush()
+        return self.tables.engine.changed_since(mark, self.tables.steps)
+
     def init_from(
         self, folder: str | PathLike[str], names: Mapping[str, str] | None = None
     ) -> None:

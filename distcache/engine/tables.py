@@ -49,6 +49,10 @@ from distcache.popularity.statistics import GroupPopularity, Popularity, share_p
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
 
+MARKS = 4
+"""Marks that are kept, the newest, for `CachedTables.changed_since`."""
+
+
 @dataclass(frozen=True)
 class RowSums:
     """Summed row gradients of a step by group, None where a group has no such rows.
@@ -449,6 +453,40 @@ class CachedTables:
                 "state of no step; go on from the last checkpoint"
             )
         return self.last_step, applied
+
+    def mark(self, applied: int = 0) -> int:
+        """A mark at this step, by its number, for `changed_since`; the last `MARKS` are kept, each a
+        bit for every row. Flushes, see `flush`. Raises PlanError where rows have no store."""
+        if any(rows.store is None for rows in self.rows):
+            raise PlanError("tables that lie on the devices whole keep no marks: take another mode")
+        self.flush(applied)
+        number = max(self.rows[0].marks, default=-1) + 1
+        for rows in self.rows:
+            rows.marks[number] = np.zeros(-(-rows.group.layout.local_rows // 8), np.uint8)
+            rows.marks.pop(number - MARKS, None)
+        return number
+
+    def changed_since(self, mark: int, applied: int = 0) -> dict[str, np.ndarray]:
+        """The ids of each table, int64, ascending, of the rows named by steps that were applied, or
+        written by hand, since `mark`; the same on all ranks. Flushes, see `flush`.
+
+        Raises PlanError for a mark that is not kept.
+        """
+        self.flush(applied)
+        if mark not in self.rows[0].marks:
+            raise PlanError(f"mark {mark} is not kept: there are {sorted(self.rows[0].marks)}")
+        found: dict[str, np.ndarray] = {}
+        for rows in self.rows:
+            layout, own = rows.group.layout, rows.marks[mark]
+            homes = [
+                layout.row(home, np.unpackbits(bits, bitorder="little").nonzero()[0])
+                for home, bits in enumerate(together(self.world, lambda own=own: own))
+            ]
+            changed = np.sort(np.concatenate(homes))
+            ends = np.searchsorted(changed, layout.offsets)
+            for at, table in enumerate(layout.tables):
+                found[table.name] = changed[ends[at] : ends[at + 1]] - layout.offsets[at]
+        return {table.name: found[table.name] for table in self.tables}
 
     def forget(self) -> None:
         """The stores have changed under the cache: all rows are read anew; local."""

@@ -592,8 +592,17 @@ class WholeTables:
                 block = source.block(ids.start, ids.stop).to(rows.cache.weight.dtype)
                 put(first + ids.start, block.numpy())
 
+        self._note(table, range(source.shape[0]))
         with torch.no_grad():
             together(world, write)
+
+    def _note(self, table: int, ids: range) -> None:
+        """Tell the marks of rows that are written by hand."""
+        (rows, place), rank = self._find(table), self._world.rank
+        first, layout = int(rows.group.layout.offsets[place]), rows.group.layout
+        for (part,) in blocks([ids], 64) if rows.marks else ():
+            numbers = np.arange(first + part.start, first + part.stop)
+            rows.note(torch.from_numpy(numbers[layout.home(numbers) == rank]))
 
     def replace(self, parts: Sequence[Part], is_state: bool) -> None:
         """Let columns of whole tables, of their weights or their state, be `parts`; nothing may be
@@ -611,6 +620,8 @@ class WholeTables:
                 if target is not None and target.data_ptr() != value.data_ptr():
                     target[:, columns].copy_(value)
 
+        for index, _, value in () if is_state else parts:
+            self._note(index, range(len(value)))
         with torch.no_grad():
             together(self._world, write)
 
