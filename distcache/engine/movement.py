@@ -201,7 +201,7 @@ class GroupRows:
         self.old: OldRows | None = None
         """Keeps what is about to be overwritten in the store, while somebody reads that."""
         self.marks: dict[int, np.ndarray] = {}
-        """Of each mark, a bit for every row of this home: whether it was written to the store since."""
+        """Of each mark, a bit for every row of this home: whether it was written since."""
         self._access: Access | None = None
         widths = (cache.dim, cache.state_width)
         if store is not None and store.direct is not None:
@@ -403,12 +403,13 @@ class GroupRows:
         held = self.cache.slot_row[slots]
         return np.where(held >= 0, held, -1)
 
-    def note(self, rows: Tensor) -> None:
-        """Rows of this home, int64 `[m]` on the CPU, are written: tell all marks."""
-        if self.marks:
+    def note(self, rows: Tensor, mark: int | None = None) -> None:
+        """Rows of this home, int64 `[m]` on the CPU, are written: tell all marks, or this one."""
+        if marks := self.marks:
             local = np.ascontiguousarray(self.group.layout.local(rows.numpy()))
-            for bits in self.marks.values():
-                mark_new(bits, local, np.empty_like(local))
+            for number, bits in marks.items():
+                if mark in (None, number):
+                    mark_new(bits, local, np.empty_like(local))
 
     def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> Callable[[], None]:
         """Send slots to the store; see `write_back`."""

@@ -48,7 +48,6 @@ from distcache.optim import RowUpdate
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
-
 MARKS = 4
 """Marks that are kept, the newest, for `CachedTables.changed_since`."""
 
@@ -454,25 +453,31 @@ class CachedTables:
             )
         return self.last_step, applied
 
-    def mark(self, applied: int = 0) -> int:
-        """A mark at this step, by its number, for `changed_since`; the last `MARKS` are kept, each a
-        bit for every row. Flushes, see `flush`. Raises PlanError where rows have no store."""
+    def mark(self, changed: Mapping[str, np.ndarray] | None = None) -> int:
+        """A mark at this step, right after `flush`, by its number, for `changed_since`; the last
+        `MARKS` are kept, each a bit for every row. Raises PlanError where rows have no store.
+
+        `changed`: ids of tables, int64 `[m]`, that count as changed since.
+        """
         if any(rows.store is None for rows in self.rows):
             raise PlanError("tables that lie on the devices whole keep no marks: take another mode")
-        self.flush(applied)
         number = max(self.rows[0].marks, default=-1) + 1
         for rows in self.rows:
-            rows.marks[number] = np.zeros(-(-rows.group.layout.local_rows // 8), np.uint8)
-            rows.marks.pop(number - MARKS, None)
+            # A new dictionary: movement may be going through the one there is.
+            kept = {at: bits for at, bits in rows.marks.items() if at > number - MARKS}
+            none = np.zeros(-(-rows.group.layout.local_rows // 8), np.uint8)
+            rows.marks = {**kept, number: none}
+        for index, table in enumerate(self.tables):
+            if changed and table.name in changed:
+                self.whole_tables.note(index, changed[table.name], number)
         return number
 
-    def changed_since(self, mark: int, applied: int = 0) -> dict[str, np.ndarray]:
+    def changed_since(self, mark: int) -> dict[str, np.ndarray]:
         """The ids of each table, int64, ascending, of the rows named by steps that were applied, or
-        written by hand, since `mark`; the same on all ranks. Flushes, see `flush`.
+        written by hand, since `mark`; the same on all ranks. Right after `flush`.
 
         Raises PlanError for a mark that is not kept.
         """
-        self.flush(applied)
         if mark not in self.rows[0].marks:
             raise PlanError(f"mark {mark} is not kept: there are {sorted(self.rows[0].marks)}")
         found: dict[str, np.ndarray] = {}

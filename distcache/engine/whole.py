@@ -598,11 +598,17 @@ class WholeTables:
 
     def _note(self, table: int, ids: range) -> None:
         """Tell the marks of rows that are written by hand."""
-        (rows, place), rank = self._find(table), self._world.rank
-        first, layout = int(rows.group.layout.offsets[place]), rows.group.layout
+        rows, _ = self._find(table)
         for (part,) in blocks([ids], 64) if rows.marks else ():
-            numbers = np.arange(first + part.start, first + part.stop)
-            rows.note(torch.from_numpy(numbers[layout.home(numbers) == rank]))
+            self.note(table, np.arange(part.start, part.stop))
+
+    def note(self, table: int, ids: np.ndarray, mark: int | None = None) -> None:
+        """Let all marks, or this one, have it that the `ids` of a table, int64 `[m]`, changed;
+        local."""
+        rows, place = self._find(table)
+        layout = rows.group.layout
+        numbers = layout.offsets[place] + ids
+        rows.note(torch.from_numpy(numbers[layout.home(numbers) == self._world.rank]), mark)
 
     def replace(self, parts: Sequence[Part], is_state: bool) -> None:
         """Let columns of whole tables, of their weights or their state, be `parts`; nothing may be
