@@ -469,6 +469,34 @@ class CachedCollection(nn.Module):
 
         on_first(tables.world, write)
 
+    def mark(self, changed: Mapping[str, np.ndarray] | None = None) -> int:
+        """A mark at this step, for `changed_since`; called by all ranks between two steps.
+
+        The last four are kept in memory, each a bit for every row. To keep one over a resume, save
+        its `changed_since` with the checkpoint, and give that as `changed`, on any number of ranks.
+        Raises ConfigError for ids that are in no table.
+        """
+        self._known(changed or ())
+        for spec in self._recipe.lookups.specs:
+            ids = (changed or {}).get(spec.name, np.empty(0, np.int64))
+            if len(ids) and not 0 <= ids.min() <= ids.max() < spec.rows:
+                raise ConfigError(
+                    f"changed: table {spec.name!r} has ids 0 to {spec.rows - 1}, not "
+                    f"{ids.min()} to {ids.max()}"
+                )
+        self.tables.flush()
+        return self.tables.engine.mark(changed)
+
+    def changed_since(self, mark: int) -> dict[str, np.ndarray]:
+        """The ids of each table, int64, ascending, of the rows named by steps that were applied, or
+        written by hand, since `mark`: the `rows` that `export` takes. Called by all ranks.
+
+        A row counts that was named with a gradient of zero; frozen tables and steps that were left
+        out have none. Raises PlanError for a mark that is not kept.
+        """
+        self.tables.flush()
+        return self.tables.engine.changed_since(mark)
+
     def init_from(
         self, folder: str | PathLike[str], names: Mapping[str, str] | None = None
     ) -> None:

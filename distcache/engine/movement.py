@@ -30,7 +30,7 @@ from distcache.engine.step import (
 from distcache.ops import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import StepPlan, Transfer
-from distcache.store.old_rows import OldRows
+from distcache.store.old_rows import OldRows, mark_new
 from distcache.store.rows import DirectRows, Rows, RowStore
 from distcache.streams import COPY_IN, Mark, Streams
 
@@ -200,6 +200,8 @@ class GroupRows:
         """Whether the slots lie in new memory, which other streams do not know of yet."""
         self.old: OldRows | None = None
         """Keeps what is about to be overwritten in the store, while somebody reads that."""
+        self.marks: dict[int, np.ndarray] = {}
+        """Of each mark, a bit for every row of this home: whether it was written since."""
         self._access: Access | None = None
         widths = (cache.dim, cache.state_width)
         if store is not None and store.direct is not None:
@@ -401,12 +403,21 @@ class GroupRows:
         held = self.cache.slot_row[slots]
         return np.where(held >= 0, held, -1)
 
+    def note(self, rows: Tensor, mark: int | None = None) -> None:
+        """Rows of this home, int64 `[m]` on the CPU, are written: tell all marks, or this one."""
+        if marks := self.marks:
+            local = np.ascontiguousarray(self.group.layout.local(rows.numpy()))
+            for number, bits in marks.items():
+                if mark in (None, number):
+                    mark_new(bits, local, np.empty_like(local))
+
     def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> Callable[[], None]:
         """Send slots to the store; see `write_back`."""
         if slots.shape[0] == 0 or self._access is None:
             return _nothing
         if (old := self.old) is not None:  # the training thread lets go of it at any time
             old.keep(rows)
+        self.note(rows)
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
         return self._access.put(rows, self.cache.read(slots))

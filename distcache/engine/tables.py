@@ -48,6 +48,9 @@ from distcache.optim import RowUpdate
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
+MARKS = 4
+"""Marks that are kept, the newest, for `CachedTables.changed_since`."""
+
 
 @dataclass(frozen=True)
 class RowSums:
@@ -449,6 +452,46 @@ class CachedTables:
                 "state of no step; go on from the last checkpoint"
             )
         return self.last_step, applied
+
+    def mark(self, changed: Mapping[str, np.ndarray] | None = None) -> int:
+        """A mark at this step, right after `flush`, by its number, for `changed_since`; the last
+        `MARKS` are kept, each a bit for every row. Raises PlanError where rows have no store.
+
+        `changed`: ids of tables, int64 `[m]`, that count as changed since.
+        """
+        if any(rows.store is None for rows in self.rows):
+            raise PlanError("tables that lie on the devices whole keep no marks: take another mode")
+        number = max(self.rows[0].marks, default=-1) + 1
+        for rows in self.rows:
+            # A new dictionary: movement may be going through the one there is.
+            kept = {at: bits for at, bits in rows.marks.items() if at > number - MARKS}
+            none = np.zeros(-(-rows.group.layout.local_rows // 8), np.uint8)
+            rows.marks = {**kept, number: none}
+        for index, table in enumerate(self.tables):
+            if changed and table.name in changed:
+                self.whole_tables.note(index, changed[table.name], number)
+        return number
+
+    def changed_since(self, mark: int) -> dict[str, np.ndarray]:
+        """The ids of each table, int64, ascending, of the rows named by steps that were applied, or
+        written by hand, since `mark`; the same on all ranks. Right after `flush`.
+
+        Raises PlanError for a mark that is not kept.
+        """
+        if mark not in self.rows[0].marks:
+            raise PlanError(f"mark {mark} is not kept: there are {sorted(self.rows[0].marks)}")
+        found: dict[str, np.ndarray] = {}
+        for rows in self.rows:
+            layout, own = rows.group.layout, rows.marks[mark]
+            homes = [
+                layout.row(home, np.unpackbits(bits, bitorder="little").nonzero()[0])
+                for home, bits in enumerate(together(self.world, lambda own=own: own))
+            ]
+            changed = np.sort(np.concatenate(homes))
+            ends = np.searchsorted(changed, layout.offsets)
+            for at, table in enumerate(layout.tables):
+                found[table.name] = changed[ends[at] : ends[at + 1]] - layout.offsets[at]
+        return {table.name: found[table.name] for table in self.tables}
 
     def forget(self) -> None:
         """The stores have changed under the cache: all rows are read anew; local."""

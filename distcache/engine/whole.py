@@ -592,8 +592,23 @@ class WholeTables:
                 block = source.block(ids.start, ids.stop).to(rows.cache.weight.dtype)
                 put(first + ids.start, block.numpy())
 
+        self._note(table, range(source.shape[0]))
         with torch.no_grad():
             together(world, write)
+
+    def _note(self, table: int, ids: range) -> None:
+        """Tell the marks of rows that are written by hand."""
+        rows, _ = self._find(table)
+        for (part,) in blocks([ids], 64) if rows.marks else ():
+            self.note(table, np.arange(part.start, part.stop))
+
+    def note(self, table: int, ids: np.ndarray, mark: int | None = None) -> None:
+        """Let all marks, or this one, have it that the `ids` of a table, int64 `[m]`, changed;
+        local."""
+        rows, place = self._find(table)
+        layout = rows.group.layout
+        numbers = layout.offsets[place] + ids
+        rows.note(torch.from_numpy(numbers[layout.home(numbers) == self._world.rank]), mark)
 
     def replace(self, parts: Sequence[Part], is_state: bool) -> None:
         """Let columns of whole tables, of their weights or their state, be `parts`; nothing may be
@@ -611,6 +626,8 @@ class WholeTables:
                 if target is not None and target.data_ptr() != value.data_ptr():
                     target[:, columns].copy_(value)
 
+        for index, _, value in () if is_state else parts:
+            self._note(index, range(len(value)))
         with torch.no_grad():
             together(self._world, write)
 

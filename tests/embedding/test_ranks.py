@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -412,6 +413,66 @@ def non_finite(rank: int, size: int) -> dict:
 @pytest.mark.usefixtures("kind")
 def test_a_sum_that_is_not_finite_at_one_home_is_left_out_by_all() -> None:
     assert_same(*ranks(non_finite))
+
+
+def named(tables: list, number: int) -> dict[str, set[int]]:
+    """The ids that a global batch names in each table."""
+    ids = draw(number, tables=tables).sparse_features
+    return {t.name: {int(i) for f in t.feature_names for i in ids[f].values()} for t in tables}
+
+
+def marked(rank: int, size: int, placement: str) -> None:
+    """Marks in a loop with rows on their way: ids since then are those of a set of ids. A table is
+    frozen in step 4, step 5 is left out, step 6 evaluates, step 7 has no gradient but zero."""
+    tables, settings = two_widths(), {"rows": 500, **placements()[placement]}
+    ebc = cached("adam", tables=tables, on_nonfinite="skip", timeout_s=60, **settings)
+    slow = {first: {table.name: set[int]() for table in tables} for first in (0, 3, 8)}
+    marks = {0: ebc.mark()}
+    for number, batch in enumerate(lookahead(mine(rank, size, 9, tables=tables), ebc)):
+        if number in slow and number:
+            marks[number] = ebc.mark()
+        ebc.freeze("t0") if number == 4 else ebc.unfreeze("t0")
+        with torch.set_grad_enabled(number != 6):
+            loss = values_of(ebc(batch.sparse_features)).sum()
+        if number == 6:
+            continue
+        (loss * {5: float("inf"), 7: 0.0}.get(number, 1.0)).backward()
+        ebc.step()
+        for first in (first for first in slow if first <= number != 5):
+            for name, ids in named(tables, number).items():
+                slow[first][name] |= ids if (number, name) != (4, "t0") else set()
+    assert ebc.tables.skipped == 1
+    for first, mark in marks.items():
+        found = ebc.changed_since(mark)
+        assert {name: ids.tolist() for name, ids in found.items()} == {
+            name: sorted(ids) for name, ids in slow[first].items()
+        }, (placement, first)
+    last = ebc.mark()
+    key = next(key for key in ebc.state_dict() if key.endswith("t2.weight"))
+    ebc.load_state_dict({key: torch.ones(400, 4)}, strict=False)
+    counts = {name: len(ids) for name, ids in ebc.changed_since(last).items()}
+    assert counts == {table.name: 400 * (table.name == "t2") for table in tables}
+    kept = ebc.changed_since(marks[3])
+    again = ebc.changed_since(ebc.mark(kept))  # as a resumed loop does
+    assert all(np.array_equal(ids, kept[name]) for name, ids in again.items())
+    with pytest.raises(ConfigError, match=r"changed: table 't2' has ids 0 to 399, not 1 to 400"):
+        ebc.mark({"t2": np.array([1, 400])})
+    with pytest.raises(PlanError, match=r"mark 0 is not kept: there are \[1, 2, 3, 4\]"):
+        ebc.changed_since(marks[0])
+    ebc.close()
+
+
+@job
+def marked_rows(rank: int, size: int) -> dict:
+    for placement in ("all", "sharded", "mixed"):
+        marked(rank, size, placement)
+    return {}
+
+
+@pytest.mark.usefixtures("kind")
+def test_what_changed_is_what_applied_steps_named() -> None:
+    marked(0, 1, "all")
+    ranks(marked_rows)
 
 
 @job
