@@ -342,6 +342,33 @@ def wait_until(
         time.sleep(0.02)
 
 
+def meet(store: dist.Store, place: tuple[int, int], limit_s: float, words: tuple[str, str]) -> None:
+    """Let rank 0 see whether it is alone where all ranks should be, `place`: this rank, and how many
+    there are; `words`: what it asked for, and why all ranks do.
+
+    Raises PeerError on rank 0, and changes nothing, where no other comes within `limit_s` seconds.
+    """
+    rank, size = place
+    if rank > 0:
+        store.add("meet/others", 1)
+        return
+    others, met = named_ranks(range(1, size)), store.add("meet/rank 0", 0) * (size - 1)
+
+    def has_company() -> bool:
+        failure = failure_of_others(store, 0)
+        if failure is not None:
+            raise PeerError(failure.message)
+        return size == 1 or store.add("meet/others", 0) > met
+
+    try:
+        wait_until(has_company, limit_s, lambda: f"{others} to ask for {words[0]} too")
+    except TimeoutError:
+        raise PeerError(
+            f"rank 0 asked for {words[0]}, and {others} did not within {limit_s:g} s: {words[1]}"
+        ) from None
+    store.add("meet/rank 0", 1)
+
+
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
     """Rank 0: hand a JSON value to all other ranks, and wait a few seconds for them to read it.
 

@@ -10,7 +10,7 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -322,16 +322,21 @@ class Start:
 
 
 @contextmanager
-def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
+def file_world(world: World, tables: Iterable[tuple[str, int, int]]) -> Iterator[World]:
     """`world` with a CPU group of its own for reading and writing files, also from another thread
-    than the main one, whose patience grows with the tables.
+    than the main one, whose patience grows with the `tables` (name, rows, dim).
 
     The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
     tables; a rank that dies is noticed at once all the same.
     """
-    largest = 3 * 8 * sum(rows * dim for _, rows, dim in identity.tables)  # Adam in float64
+    if world.host_group is None:
+        yield world
+        return
+    largest = 3 * 8 * sum(rows * dim for _, rows, dim in tables)  # Adam in float64
     patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
-    group: Any = dist.new_group(backend="gloo", timeout=patience)
+    members, some = dist.get_process_group_ranks(world.host_group), world.is_guest
+    how: Any = {"timeout": patience, "backend": "gloo", "use_local_synchronization": some}
+    group: Any = dist.new_group(members, **how)
     try:
         # A rank that has connected may leave this group while another still connects: not before.
         dist.barrier(group=group)
@@ -419,7 +424,11 @@ def save(
     try:
         with _told(f"the checkpoint {folder} could not be written"):
             state_dict_saver.save(
-                dict(values), storage_writer=writer, planner=blocks, process_group=world.host_group
+                dict(values),
+                storage_writer=writer,
+                planner=blocks,
+                process_group=world.host_group,
+                no_dist=world.host_group is None,
             )
         together(world, is_good)  # all ranks have read what they write
         on_first(world, lambda: Manifest({"format": FORMAT, **header}, writer.files).write(folder))
@@ -509,14 +518,7 @@ def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | N
     (reader,), values = readers, mode.blank_state() | (extra or {})
     given = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     tensors = {name: value for name, value in values.items() if name not in given}
-    known = together(world, lambda: set(given))
-    with _told(f"the checkpoint {folder} does not fit this run"):
-        state_dict_loader.load(
-            tensors,
-            storage_reader=reader,
-            planner=CompleteLoadPlanner(set().union(*known)),
-            process_group=world.host_group,
-        )
+    fill(reader, tensors, given, world)
 
     def read() -> None:
         for name, blank in given.items():
@@ -531,6 +533,22 @@ def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | N
         logger.info("resuming at step %s from %s", f"{start.state.step:,}", folder)
 
 
+def fill(
+    reader: BlockReader, tensors: dict[str, Tensor], others: Iterable[str], world: World
+) -> None:
+    """Read `tensors`, by name, in place; called by all ranks. `others`: names of values that this
+    rank reads otherwise. Raises what `load` says."""
+    known = together(world, lambda: set(others))
+    with _told(f"the checkpoint {reader.path} does not fit this run"):
+        state_dict_loader.load(
+            tensors,
+            storage_reader=reader,
+            planner=CompleteLoadPlanner(set().union(*known)),
+            process_group=world.host_group,
+            no_dist=world.host_group is None,
+        )
+
+
 def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
     """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
     if header["format"] not in FORMATS:
@@ -538,6 +556,8 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
             f"{folder} has checkpoint format {header['format']}, this version reads "
             f"{' and '.join(map(str, FORMATS))}: resume with the version that wrote it"
         )
+    if "run" not in header:
+        raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
     saved, wrong = header["run"], []
     for name, key in KEYS.items():
         was, now = saved[name], getattr(identity, name)

@@ -337,7 +337,7 @@ def find_start(
     folders: list[Path] = on_first(
         world, lambda: finished(run_dir) if auto else [find(Path(want.resume))]
     )
-    with file_world(world, identity) as files:
+    with file_world(world, identity.tables) as files:
         for folder in folders:
             if folder in but:
                 continue
@@ -381,7 +381,7 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            with file_world(self.world, self.identity()) as files:
+            with file_world(self.world, self.identity().tables) as files:
                 begun = self.resume(files)
                 with self.saver(files, begun) as saver:
                     return self.go_on(begun.state, rates, saver)
