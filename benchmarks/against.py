@@ -233,7 +233,8 @@ def _ratio(values: Mapping[str, Sequence[float]]) -> Record:
     return spread(ratios(values[THIS], values[OTHER]))
 
 
-def _commit(found: Record) -> str:
+def shown_commit(found: Record) -> str:
+    """A commit's first digits, and whether files differ from it."""
     return found["commit"][:12] + (" with changes" if found["dirty"] else "")
 
 
@@ -269,7 +270,7 @@ SECTIONS = (
             Column(f"{THIS} / {OTHER}", "ratio", shown(3)),
             Column("range", "ratio", shown_range(3)),
             Column("same last loss", "same", str),
-            Column("other commit", lambda row: row["commits"][OTHER], _commit),
+            Column("other commit", lambda row: row["commits"][OTHER], shown_commit),
         ),
     ),
     Section(

@@ -95,10 +95,30 @@ def layers(widths: list[int], last: bool) -> nn.Sequential:
     return nn.Sequential(*(found if last else found[:-1]))
 
 
+OPERATORS = (
+    *("add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "truediv", "itruediv"),
+    *("and", "or", "xor", "neg", "invert", "lt", "le", "gt", "ge", "getitem", "setitem"),
+    *("bool", "int", "float"),
+)
+"""Of tensors, of which `sys.setprofile` hears nothing unless `tell_operators` was called."""
+
+
+def tell_operators() -> None:
+    """Let functions of this file do what the `OPERATORS` do, so that their time is torch's."""
+
+    def told(plain: Any) -> Any:
+        return lambda *given: plain(*given)
+
+    for name in OPERATORS:
+        method = f"__{name}__"
+        setattr(torch.Tensor, method, told(getattr(torch.Tensor, method)))
+
+
 class Work:
     """One thread's calls of Python functions but this file's (`calls`), of these the package's
     (`package_calls`), and calls of NumPy's (`numpy_calls`); milliseconds on its core of what is its
-    own (`own_ms`), and the events that told of it (`own_events`)."""
+    own (`own_ms`), and what told of it: events within it (`own_events`), and calls that are
+    another's (`turns`)."""
 
     def __init__(self) -> None:
         self.meters = dict.fromkeys(METERS, 0.0)
@@ -117,8 +137,9 @@ class Work:
             self._turn(self.others.pop(), self.others[-1])
 
     def _turn(self, before: bool, after: bool) -> None:
-        self.meters["own_events"] += not before
+        self.meters["own_events"] += not (before or after)
         if before != after:
+            self.meters["turns"] += after
             now = time.thread_time()
             self.meters["own_ms"] += 0.0 if before else 1e3 * (now - self._since)
             self._since = now
@@ -126,7 +147,10 @@ class Work:
 
 _CALLS = 20_000
 
-METERS = ("calls", "package_calls", "numpy_calls", "own_ms", "own_events")
+TOLD = ("own_events", "turns")
+"""What takes time of a thread's own, since it is told."""
+
+METERS = ("calls", "package_calls", "numpy_calls", "own_ms", *TOLD)
 """What `Calls` tells of each thread."""
 
 
@@ -134,8 +158,8 @@ class Calls:
     """What each thread does by itself, told by `sys.setprofile`, until `over`.
 
     Not its own is what torch does, the package's kernels (`ops`, which a device does), and the
-    model, which is this file's. Operators between tensors tell nothing, and count as the function's
-    that has them; so do compiled loops.
+    model, which is this file's; operators of tensors are told (`tell_operators`). Compiled loops
+    are a thread's own, and so is what it takes to let go of a tensor's memory.
     """
 
     def __init__(self) -> None:
@@ -169,24 +193,30 @@ class Calls:
         else:
             work.leave()
 
-    def event_ms(self) -> float:
-        """What one event takes of the thread that it tells of: of many calls that do nothing, what
-        they take more than untold."""
+    def told_ms(self) -> dict[str, float]:
+        """What each of `TOLD` adds to a thread's own milliseconds: of many calls that do nothing,
+        what is counted as its own, less what they take untold."""
 
-        def spend(told: Calls | None) -> float:
-            sys.setprofile(told)
+        def own() -> None:
+            len(())
+
+        def spent(meter: str) -> float:
+            told, call = type(self)(), own if meter == "own_events" else torch.is_grad_enabled
+            told._known[__file__] = False  # what is called here is the thread's own
             began = time.thread_time()
             for _ in range(_CALLS):
-                nothing()
-            taken = time.thread_time() - began
+                call()
+            untold = 1e3 * (time.thread_time() - began)
+            sys.setprofile(told)
+            for _ in range(_CALLS):
+                call()
+            torch.is_grad_enabled()  # what is its own is counted where it ends
             sys.setprofile(None)
-            return taken
+            found = told.threads[threading.get_ident()].meters
+            untold *= meter == "own_events"  # of a call that is torch's nothing is left
+            return (found["own_ms"] - untold) / found[meter]
 
-        def nothing() -> None:
-            pass
-
-        costs = [spend(type(self)()) - spend(None) for _ in range(5)]
-        return 1e3 * sorted(costs)[2] / (2 * _CALLS)
+        return {meter: sorted(spent(meter) for _ in range(5))[2] for meter in TOLD}
 
 
 class Pace:
@@ -197,11 +227,11 @@ class Pace:
 
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
-        self.shared = dict.fromkeys(("shared", "longest", "own", "reading"), 0.0)
-        """Milliseconds on cores so far, of what `only_plan` says."""
+        self.taken: dict[str, float] = {}
+        """Milliseconds on cores so far, of what `OnlyPlans` tells."""
         self.over = False
         self._lead = self._steps = 0
-        self._event_ms = 0.0
+        self._told_ms = dict.fromkeys(TOLD, 0.0)
         self._marks: list[float] = []
         self._before: dict[str, dict[str, float]] = {}
 
@@ -220,7 +250,8 @@ class Pace:
             self._lead, self._steps = (0, 1 << 62) if word == "stop" else numbers
             if word == "alone" and self._calls is not None:
                 self._calls.over = True
-                self._event_ms = self._event_ms or self._calls.event_ms()
+                if not any(self._told_ms.values()):
+                    self._told_ms = self._calls.told_ms()
             gc.collect()
             self._before = self._meters()
             self._marks = [time.perf_counter()]
@@ -232,7 +263,7 @@ class Pace:
             meter: {role: (v - self._before[meter].get(role, 0)) / steps for role, v in of.items()}
             for meter, of in after.items()
         }
-        found["event_ms"] = self._event_ms
+        found["told_ms"] = self._told_ms
         found["step_ms"] = (1e3 * np.diff(self._marks[self._lead :])).tolist()
         self._pipe.send(found)
 
@@ -241,7 +272,7 @@ class Pace:
         of all threads, also those of libraries."""
         meters: dict[str, dict[str, float]] = {"cpu_ms": {"process": 1e3 * time.process_time()}}
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        meters |= {"shared_ms": dict(self.shared), "faults": {"process": faults}}
+        meters |= {"taken_ms": dict(self.taken), "faults": {"process": faults}}
         if self._calls is not None:
             meters |= {meter: {} for meter in METERS}
         for thread in threading.enumerate():
@@ -269,67 +300,73 @@ def role_of(thread: threading.Thread) -> str:
     return "movement" if "move" in thread.name else "other"
 
 
-def only_plan(pace: Pace) -> None:
-    """Let the planner's thread go through the stream at `pace`; nothing that it plans is trained.
+class OnlyPlans:
+    """Lets the planner's thread go through the stream at `pace`; nothing that it plans is trained.
 
-    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`, where the checkout has
-    them: on all threads together (`shared`), on the one that takes longest (`longest`), and on the
-    planner's thread (`own`).
+    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`,
+    where the checkout has them: on all threads together (`shared`), on the one that takes longest
+    (`longest`), and on the planner's thread (`own`).
     """
 
-    def timed(call: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return call(*arguments)
-            finally:
-                taken.append(1e3 * (time.thread_time() - began))
+    def __init__(self, pace: Pace) -> None:
+        self._pace, taken = pace, pace.taken
+        with contextlib.suppress(AttributeError):
+            threads = found_in("Threads", "distcache.planner.home")
+            threads.each = self._each(threads.each)
+        check = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
+        check.__call__ = timed(check.__call__, lambda ms: self._add(reading=ms))
+        planner = found_in(
+            "StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning"
+        )
+        planner.planned = self._planned(planner.planned)
+        taken.update(dict.fromkeys(("shared", "longest", "own", "reading"), 0.0))
 
-        return run
+    def _add(self, **more: float) -> None:
+        for key, ms in more.items():
+            self._pace.taken[key] += ms
 
-    def read(batches: Iterator[Any]) -> Iterator[Any]:
-        taken: list[float] = []
-        following = timed(batches.__next__, taken)
-        with contextlib.suppress(StopIteration):
-            while True:
-                batch = following()
-                pace.shared["reading"] += taken.pop()
-                yield batch
+    def _each(self, each: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def call(threads: Any, function: Callable[..., Any], arguments: Sequence[tuple]) -> list:
+            me, own, others = threading.get_ident(), [], []
 
-    def check(self: Any, batch: Any) -> Any:
-        taken: list[float] = []
-        found = timed(checked, taken)(self, batch)
-        pace.shared["reading"] += taken[0]
-        return found
+            def tell(ms: float) -> None:
+                (own if threading.get_ident() == me else others).append(ms)
 
-    def each(self: Any, call: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
-        taken: list[float] = []
-        mine: list[float] = []
-        me = threading.get_ident()
+            found = each(threads, timed(function, tell), arguments)
+            both = [sum(own), *others]
+            self._add(own=sum(own), shared=sum(both), longest=max(both))
+            return found
 
-        def run(*given: Any) -> Any:
-            return timed(call, mine if threading.get_ident() == me else taken)(*given)
+        return call
 
-        found = every(self, run, arguments)
-        pace.shared["own"] += sum(mine)
-        pace.shared["shared"] += sum(mine) + sum(taken)
-        pace.shared["longest"] += max([*mine, *taken], default=0.0)
-        return found
+    def _planned(self, planned: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def read(batches: Iterator[Any]) -> Iterator[Any]:
+            following = timed(batches.__next__, lambda ms: self._add(reading=ms))
+            with contextlib.suppress(StopIteration):
+                while True:
+                    yield following()
 
-    def planned(self: Any, batches: Any, *arguments: Any, **more: Any) -> Iterator[Any]:
-        for _ in plans(self, read(iter(batches)), *arguments, **more):
-            pace()
-            if pace.over:
-                return
-        yield from ()
+        def call(planner: Any, batches: Any, *others: Any, **more: Any) -> Iterator[Any]:
+            for _ in planned(planner, read(iter(batches)), *others, **more):
+                self._pace()
+                if self._pace.over:
+                    os._exit(0)  # training waits for a step that never comes
+            yield from ()
 
-    with contextlib.suppress(AttributeError):
-        of_threads = found_in("Threads", "distcache.planner.home")
-        every, of_threads.each = of_threads.each, each
-    of_batch = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
-    checked, of_batch.__call__ = of_batch.__call__, check
-    planner = found_in("StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning")
-    plans, planner.planned = planner.planned, planned
+        return call
+
+
+def timed(call: Callable[..., Any], tell: Callable[[float], object]) -> Callable[..., Any]:
+    """`call`, which tells what each of its calls takes of its thread's core, milliseconds."""
+
+    def run(*arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return call(*arguments)
+        finally:
+            tell(1e3 * (time.thread_time() - began))
+
+    return run
 
 
 def found_in(name: str, *modules: str) -> Any:
@@ -351,11 +388,12 @@ def main() -> None:
     pipe = Connection(int(os.environ["RANK_PIPE"]))
     calls = Calls() if spec["count"] else None
     if calls is not None:
+        tell_operators()
         threading.setprofile(calls)
         sys.setprofile(calls)
     pace = Pace(pipe, calls)
     if spec["plans"]:
-        only_plan(pace)
+        OnlyPlans(pace)
     torch.manual_seed(spec["seed"])
     names = [f"t{index}" for index in range(len(spec["table_rows"]))]
     result = distcache.fit(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
+from benchmarks.against_rank import TOLD
 from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
@@ -137,17 +138,18 @@ def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
 def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record:
     """Milliseconds of a thread's core and its own ones, by turns, and its calls, a step and rank.
 
-    Of its own is taken what counting takes, by event, which a rank times at the end.
+    Of its own is taken what counting takes, by event and by turn, which a rank times at the end.
     """
 
     def of(turns: Sequence[Any], meter: str) -> list[float]:
         return [of_ranks(ranks, meter).get(thread, 0.0) for ranks in turns]
 
-    event_ms = float(np.mean([rank["event_ms"] for rank in alone[-1]]))
-    told = zip(of(counted, "own_ms"), of(counted, "own_events"), strict=True)
-    own = [max(0.0, ms - event_ms * events) for ms, events in told]
+    own = np.array(of(counted, "own_ms"))
+    told_ms = of_ranks(alone[-1], "told_ms")
+    for meter in TOLD:
+        own -= told_ms[meter] * np.array(of(counted, meter))
     calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
-    return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own), **calls}
+    return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own.clip(0.0)), **calls}
 
 
 def constants(

@@ -3,8 +3,8 @@ for several ranks.
 
 Each rank's planner plans a click stream in steady eviction as it does beside training, exchange
 included, in turns with ways to find a batch's distinct rows alone, over the same ids. Drawing ids
-is not timed. `against=<another checkout>` compares the planning threads of two checkouts' training
-instead.
+is not timed. `against=<another checkout>` compares the planning threads of two checkouts instead,
+which plan what they would for training.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import against, step
+from benchmarks import against
+from benchmarks.against import OTHER, THIS
 from benchmarks.modes import RowCounts
 from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, of_kind, pivoted, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.stream import BatchBank, Contender, Feed, Turns
-from benchmarks.turns import ratios, shown, spread
+from benchmarks.turns import ratios, shown, spread, take_turns
+from distcache.cli.run import commit
 from distcache.comm.link import CollectiveCounters, Link, host_link
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World
@@ -114,7 +116,8 @@ class PlannerOptions:
     warmup: int = option(400, "most steps before; they end once every miss evicts", least=1)
     threads: int = option(1, "torch threads of a rank", least=1)
     pin: bool = option(True, "a core for each rank, where there are enough")
-    against: str = option("", "another checkout, whose training takes turns with this one's")
+    against: str = option("", "another checkout, whose planner takes turns with this one's")
+    planner_threads: tuple[int, ...] = option((1, 2), "of this one, each a run", least=1)
     ranks: int = option(1, "ranks of each checkout, with against=; else torchrun says", least=1)
     out: str = option("", "the report, a .md file; JSON lines go beside it")
 
@@ -125,7 +128,7 @@ def measure(options: PlannerOptions, overrides: tuple[str, ...]) -> list[Record]
     sizes = (f"data.global_batch_size={options.batch}", *overrides)
     config = compose_setting(options.size, sizes, place)
     if options.against:
-        return measure_against(options, overrides)
+        return measure_against(options, config, overrides)
     if not 0 < options.share < 1:
         raise ConfigError(f"share={options.share}: a share of the rows lies in (0, 1)")
     cores = sorted(os.sched_getaffinity(0), reverse=True)
@@ -347,14 +350,61 @@ def measure_start() -> list[Record]:
     return records
 
 
-def measure_against(options: PlannerOptions, overrides: tuple[str, ...]) -> list[Record]:
-    """Training with next to no dense part, of both checkouts in turns."""
-    if MIXED in options.placements:
-        raise ConfigError(f"placements={MIXED}: against= takes {REPLICATED} and {SHARDED}")
-    same = ("size", "batch", "steps", "repetitions", "warmup", "against", "ranks")
-    given = {key: getattr(options, key) for key in same} | {"warmup_most": options.warmup}
-    of_step = step.StepOptions(modes=options.placements, model="embeddings", **given)
-    return step.measure(of_step, overrides)
+def measure_against(
+    options: PlannerOptions, config: Config, overrides: tuple[str, ...]
+) -> list[Record]:
+    """Planning threads of this checkout's training, with each number of them, and of the other's,
+    in turns over the same batches; nothing that they plan is trained."""
+    paths = against.checkouts(options.against)
+    narrow = {"width": 4, "model": "embeddings", "optimizer": "sgd", "lead": 0}
+    of_run = SimpleNamespace(**vars(options) | narrow)
+    spec = against.spec_of("data", of_run, config, overrides) | {"plans": True}
+    runs = {
+        f"this, k = {k}": (THIS, {"trainer.planner_threads": k}) for k in options.planner_threads
+    }
+    runs |= {OTHER: (OTHER, {})}
+    with ExitStack() as stack:
+        jobs = {
+            name: against.Job(
+                paths[side], options.ranks, spec | {"settings": spec["settings"] | own}, stack
+            )
+            for name, (side, own) in runs.items()
+        }
+        for job in jobs.values():
+            job.run(0, options.warmup)
+        turns = take_turns(
+            {name: partial(_planned_turn, job, options.steps) for name, job in jobs.items()},
+            options.repetitions,
+        )
+    commits, records = {side: commit(path) for side, path in paths.items()}, []
+    for name, found in turns.items():
+        about = {"kind": "planning", "run": name, "ranks": options.ranks, "batch": options.batch}
+        values = {key: [turn[key] for turn in found] for key in found[0]}
+        other = {key: [turn[key] for turn in turns[OTHER]] for key in ("cpu", "wall", "path")}
+        records.append(about | {"commit": commits[runs[name][0]]})
+        records[-1] |= {key: spread(of) for key, of in values.items()}
+        records[-1] |= {
+            f"{key}_ratio": spread(ratios(values[key], of)) for key, of in other.items()
+        }
+    return records
+
+
+def _planned_turn(job: against.Job, steps: int, repetition: int) -> dict[str, float]:
+    """Milliseconds a step, mean over the ranks, without reading and checking batches: on all cores
+    (`cpu`); of the clock, median of the steps (`wall`); on the planner's core while no other thread
+    plans (`serial`); and with the longest of what threads share, which the clock shows where each
+    has a core (`path`). Page faults of the process."""
+    ranks = job.run(0, steps)
+    cpu, taken = against.of_ranks(ranks, "cpu_ms"), against.of_ranks(ranks, "taken_ms")
+    planner = cpu["planning"] - taken["reading"]
+    return {
+        "cpu": planner + cpu.get("parts", 0.0),
+        "wall": float(np.mean([np.median(rank["step_ms"]) for rank in ranks])) - taken["reading"],
+        "serial": planner - taken["own"],
+        "path": planner - taken["own"] + taken["longest"],
+        "reading": taken["reading"],
+        "faults": against.of_ranks(ranks, "faults")["process"],
+    }
 
 
 def rates(records: Sequence[Record]) -> list[Record]:
@@ -456,7 +506,30 @@ SECTIONS = (
             Column("the most", lambda r: max(r["sent_per_step"].values()), ",.0f"),
         ),
     ),
-    *against.SECTIONS,
+    Section(
+        "Planning threads of both checkouts",
+        "Milliseconds a step and rank, median [quartiles] over the turns; ratios to the other "
+        "checkout's within a turn. Nothing that is planned is trained, so all cores are for "
+        "planning. Without reading batches and checking their ids, which `reading` is. CPU: on all "
+        "threads that plan. Wall: by the clock. Serial: of the planner's thread while no other one "
+        "works for it. Path: serial, and of what threads share the longest each time, on their "
+        "cores: the wall where all of them are idle.",
+        "planning",
+        (
+            Column("run", "run"),
+            Column("batch", "batch", ","),
+            Column("CPU", "cpu", shown()),
+            Column("ratio", "cpu_ratio", shown(3)),
+            Column("wall", "wall", shown()),
+            Column("ratio", "wall_ratio", shown(3)),
+            Column("path", "path", shown()),
+            Column("ratio", "path_ratio", shown(3)),
+            Column("serial", "serial", shown()),
+            Column("reading", "reading", shown()),
+            Column("page faults", "faults", shown(0)),
+            Column("commit", "commit", against.shown_commit),
+        ),
+    ),
 )
 
 BENCH = Bench("Planner", PlannerOptions, measure, SECTIONS, overrides=True)

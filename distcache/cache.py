@@ -118,16 +118,6 @@ def set_flags(flags: np.ndarray, slots: np.ndarray) -> None:
         flags[slots[i]] = True
 
 
-@compiled(i8(in8, in4, in8))
-def first_other(slot_row: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> int:
-    """The first of `slots`, int32 `[m]`, by place, that does not hold its one of `rows`, int64; m
-    where there is none."""
-    for i in range(len(slots)):
-        if slot_row[slots[i]] != rows[i]:
-            return i
-    return len(slots)
-
-
 @compiled(types.void(out8, _flags, in4, in8))
 def hold_rows(slot_row: np.ndarray, dirty: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
     """Let `slots`, int32 `[m]`, hold `rows`, int64, clean."""
@@ -135,21 +125,26 @@ def hold_rows(slot_row: np.ndarray, dirty: np.ndarray, slots: np.ndarray, rows: 
         slot_row[slots[i]], dirty[slots[i]] = rows[i], False
 
 
-@compiled(i8(out8, _flags, in4, out4, out8))
+@compiled(i8(out8, _flags, in4, in8, out4, out8))
 def free_slots(
     slot_row: np.ndarray,
     dirty: np.ndarray,
     slots: np.ndarray,
+    rows: np.ndarray,
     left: np.ndarray,
     left_rows: np.ndarray,
 ) -> int:
-    """Free `slots`, int32 `[m]`. How many of them were dirty, which go to `left`, and their rows to
-    `left_rows`, both of `[m]`."""
+    """Free `slots`, int32 `[m]`, if they hold `rows`, int64. How many of them were dirty, which go
+    to `left`, and their rows to `left_rows`, both of `[m]`; where the i-th, the first, holds
+    another row, -1 - i, and all is as before."""
+    for i in range(len(slots)):
+        if slot_row[slots[i]] != rows[i]:
+            return -1 - i
     count = 0
     for i in range(len(slots)):
         slot = slots[i]
         if dirty[slot]:
-            left[count], left_rows[count] = slot, slot_row[slot]
+            left[count], left_rows[count] = slot, rows[i]
             count += 1
         slot_row[slot], dirty[slot] = FREE, False
     return count
@@ -296,12 +291,13 @@ class DeviceCache:
         values stay readable (`read`) until the slots are filled again.
         """
         at, expected = self._slots(slots), _numpy(rows, np.int64)
-        if (i := first_other(self.slot_row, at, expected)) < len(at):
+        left, left_rows = np.empty_like(at), np.empty_like(expected)
+        count = free_slots(self.slot_row, self.dirty, at, expected, left, left_rows)
+        if count < 0:
+            i = -1 - count
             held = self.slot_row[at[i]]
             what = "is free" if held == FREE else f"holds row {held}"
             raise PlanError(f"slot {at[i]} {what}, but row {expected[i]} was to leave it")
-        left, left_rows = np.empty_like(at), np.empty_like(expected)
-        count = free_slots(self.slot_row, self.dirty, at, left, left_rows)
         return torch.from_numpy(left[:count]), torch.from_numpy(left_rows[:count])
 
     def dirty_slots(self) -> Tensor:

@@ -33,10 +33,10 @@ from distcache.comm.world import World, close_world, current_world, has_group, r
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
 from distcache.embedding.collection import CachedCollection, RowOptimizer
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError
 from distcache.trainer.checkpoint import TABLES, file_world, fill, finished, make_room
 from distcache.trainer.checkpoint import save as write_checkpoint
-from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes
+from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes, in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def save(
         on_first(world, lambda: _require_free(folder))
         make_room(world, folder)
         values = loop.tables(folder.parent)
-        sums = {name: hashlib.sha256(_bytes_of(value)).digest() for name, value in own.items()}
+        sums = {name: hashlib.sha256(value.numpy()).digest() for name, value in own.items()}
         by_rank = together(world, lambda: sums)
         for name, value in own.items():
             alike = all(found.get(name) == sums[name] for found in by_rank)
@@ -133,7 +133,7 @@ def load(
 
 # -----------------------------------------------------------------------------
 # The parts of a loop, and their names: `tables.<collection>.<table>.<value>`, `rows.<collection>`,
-# `dense.<name>`, `optimizer.<number>`, `extra.<key>`, `random`; of one rank `own.<rank>.<name>`.
+# `dense`, `optimizer.<number>`, `extra.<key>`, `random`; of one rank `own.<rank>.<name>`.
 
 
 class _Loop:
@@ -171,9 +171,11 @@ class _Loop:
                 require_group(asked)
                 if has_group():
                     store = dist.distributed_c10d._get_default_store()
-                    place = dist.get_rank(), dist.get_world_size()
-                    limit = embedding_step.ALONE_S
-                    meet(dist.PrefixStore("distcache/loop", store), place, limit, (asked, _ON_ALL))
+                    store, place = (
+                        dist.PrefixStore("loop", store),
+                        (dist.get_rank(), dist.get_world_size()),
+                    )
+                    meet(store, *place, embedding_step.ALONE_S, asked, _ON_ALL)
                 world = current_world(torch.device("cpu"), None, _TIMEOUT_S)
                 stack.callback(close_world, world)
             yield stack.enter_context(file_world(world, sizes))
@@ -215,19 +217,12 @@ class _Loop:
         """All but the tables, as this rank has it. Raises ConfigError for what could not be read
         again."""
         found = {"random": _packed("the random state", _random_state())}
-        for name, value in self._dense().items():
-            if not isinstance(value, Tensor):
-                value = _packed(name, value)
-            elif type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-                raise ConfigError(
-                    f"{name} is a {type(value).__name__}: distcache.save writes plain tensors; "
-                    "save models with sharded parameters by torch.distributed.checkpoint"
-                )
-            found[f"dense.{name}"] = value
+        found["dense"] = _packed("model.state_dict()", dict(self._dense()))
         for path, collection in self._collections.items():
             own, group = collection.tables, dict(collection.optimizer.param_groups[0])
-            group["params"], counts = [], {t.name: n for t, n in zip(own.tables, own.counts, strict=True)}
-            found[f"rows.{path}"] = _packed(path, {"steps": counts, "group": group})
+            del group["params"]
+            of_rows = {"steps": list(own.counts), "group": group}
+            found[f"rows.{path}"] = _packed("the group of a collection's optimizer", of_rows)
         for at, optimizer in enumerate(self._optimizers):
             found[f"optimizer.{at}"] = _packed(f"optimizers[{at}]", optimizer.state_dict())
         for key, value in extra.items():
@@ -256,11 +251,10 @@ class _Loop:
     def take(self, own: Mapping[str, Any]) -> None:
         """Take what `own_values` gave, but `extra`."""
         with self._aside():
-            self._model.load_state_dict(_named(own, "dense."))
+            self._model.load_state_dict(own["dense"])
         for path, collection in self._collections.items():
-            tables, found = collection.tables, own[f"rows.{path}"]
-            tables.counts = [found["steps"][table.name] for table in tables.tables]
-            del found["group"]["params"]
+            found = own[f"rows.{path}"]
+            collection.tables.counts = list(found["steps"])
             collection.optimizer.param_groups[0].update(found["group"])
         for at, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(own[f"optimizer.{at}"])
@@ -281,18 +275,13 @@ def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
 
-def _bytes_of(value: Tensor) -> memoryview:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
-
-
 def _packed(what: str, value: Any) -> Tensor:
     """A value as bytes that are read without running code, its tensors on the CPU."""
     file = io.BytesIO()
     try:
-        torch.save(tree_map_only(Tensor, Tensor.cpu, value), file)
+        torch.save(tree_map_only(Tensor, in_memory, value), file)
         load_plain(file.getvalue())
-    except Exception as error:  # whatever pickling makes of it
+    except Exception as error:  # whatever pickling makes of what users give
         raise ConfigError(
             f"{what} is nothing that a checkpoint can have, which holds numbers, texts, tensors, "
             f"and lists and dictionaries of these alone: {error}"
@@ -302,10 +291,10 @@ def _packed(what: str, value: Any) -> Tensor:
 
 def _random_state() -> dict[str, Any]:
     """Of this rank's generators; the CUDA one's where this process uses CUDA."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    kind, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    numpy = [kind, np.asarray(keys).tolist(), *rest]
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()} | {"numpy": numpy}
+    numpy, own = [kind, np.asarray(keys).tolist(), *rest], random.getstate()
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": own, "numpy": numpy}
 
 
 def _set_random_state(found: Mapping[str, Any]) -> None:
@@ -313,7 +302,7 @@ def _set_random_state(found: Mapping[str, Any]) -> None:
     if found["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])
     random.setstate(found["python"])
-    np.random.set_state(tuple(found["numpy"]))  # noqa: NPY002
+    np.random.set_state(tuple(found["numpy"]))
 
 
 # -----------------------------------------------------------------------------
@@ -323,12 +312,12 @@ def _set_random_state(found: Mapping[str, Any]) -> None:
 def _require_free(folder: Path) -> None:
     """Raise ConfigError unless nothing is there but what a save left that did not end."""
     names = [own.name for own in folder.iterdir()] if folder.is_dir() else []
-    if folder.is_dir() and all(map(_LEFT.fullmatch, names)) or not folder.exists():
+    if not folder.exists() or (folder.is_dir() and all(map(_LEFT.fullmatch, names))):
         return
     what = "a checkpoint already" if MANIFEST in names else "no empty folder"
     raise ConfigError(
-        f"{folder} is {what}, and nothing is overwritten: give each checkpoint a folder of its own, "
-        "such as f'checkpoints/step_{step:08d}', and remove those that you do not need"
+        f"{folder} is {what}, and nothing is overwritten: give each checkpoint a folder of its "
+        "own, such as f'checkpoints/step_{step:08d}', and remove those that you do not need"
     )
 
 
@@ -336,8 +325,8 @@ def _find(path: Path, missing_ok: bool) -> Path | None:
     folders = finished(path)
     if not folders and not missing_ok:
         raise ConfigError(
-            f"{path} holds no complete checkpoint: give what distcache.save was given, or the folder "
-            "that has it as step_<number>; missing_ok=True begins at step 0 without one"
+            f"{path} holds no complete checkpoint: give what distcache.save was given, or the "
+            "folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
         )
     return folders[0] if folders else None
 
@@ -359,8 +348,8 @@ def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[s
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
-            f"{folder} is a checkpoint of another loop: {'; '.join(wrong[:_SHOWN])}{more}. Make the "
-            "model and optimizers as they were"
+            f"{folder} is a checkpoint of another loop: {'; '.join(wrong[:_SHOWN])}{more}. Make "
+            "the model and optimizers as they were"
         )
     return told
 
@@ -375,13 +364,15 @@ def _read_own(reader: BlockReader, world: World, ranks: int) -> dict[str, Any]:
     own = {name.removeprefix(mine): name for name in names if name.startswith(mine)}
     if not same:
         left = [name.removeprefix("extra.") for name in own if name.startswith("extra.")]
-        own = {name: at for name, at in own.items() if f"extra.{name[6:]}" != name}
+        own = {name: at for name, at in own.items() if not name.startswith("extra.")}
         for values in (own, found):
             values.pop("random", None)
         if world.is_first:
             logger.warning(
-                "saved on %d ranks, loaded on %d: random states stay as they are%s", ranks,
-                world.size, f", and extra has no {', '.join(left)}, each rank's own" if left else "",
+                "saved on %d ranks, loaded on %d: random states stay as they are%s",
+                ranks,
+                world.size,
+                f", and extra has no {', '.join(left)}, each rank's own" if left else "",
             )
-    values = {name: reader.whole(at) for name, at in (found | own).items()}
-    return {name: _unpacked(name, value, reader) for name, value in values.items()}
+    packed = {name: reader.whole(at) for name, at in (found | own).items()}
+    return {name: load_plain(value.numpy().tobytes()) for name, value in packed.items()}

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
@@ -64,6 +64,14 @@ _OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "model", "model.old
 
 def main() -> int:
     """Run this rank of a training job; its exit code."""
+    return launch(lambda text, *job: run(to_config(text), *job, given_keys(sys.argv[1:])))
+
+
+def launch(
+    go: Callable[[str, Place, dist.Store | None], int],
+    compose: Callable[[Place], Composed] | None = None,
+) -> int:
+    """Run this rank of a job: what `go` makes of what rank 0 composes; its exit code."""
     take_over_ctrl_c()
     end_with_agent()
     os.umask(0o077)  # what a run leaves is its owner's
@@ -74,10 +82,8 @@ def main() -> int:
         set_up_logging("INFO", place.rank, place.world_size)
         limit = start_timeout(sys.argv[1:])
         store = open_store(place, limit)
-        composed = agree(place, store, limit)
-        if composed.text is None:
-            return composed.exit_code
-        return run(to_config(composed.text), place, store, given_keys(sys.argv[1:]))
+        composed = agree(place, store, limit, compose)
+        return composed.exit_code if composed.text is None else go(composed.text, place, store)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -88,17 +94,23 @@ def main() -> int:
         return report(error, place, store)
 
 
-def agree(place: Place, store: dist.Store | None, timeout_s: float = TIMEOUT_S) -> Composed:
+def agree(
+    place: Place,
+    store: dist.Store | None,
+    timeout_s: float = TIMEOUT_S,
+    compose: Callable[[Place], Composed] | None = None,
+) -> Composed:
     """Rank 0: compose, check and publish. Others: receive, within `timeout_s` seconds. The same
     value on every rank."""
     if place.rank > 0 and store is not None:
         return Composed(**receive(store, timeout_s))
     composed, agreed = Composed(None, 1), Composed(None, 1)
     try:
-        composed = compose_command_line(place)
+        composed = (compose or compose_command_line)(place)
         if composed.text is not None:
             checked_config(composed.text, place)
-            composed = Composed(of_this_generation(composed.text))
+            if compose is None:  # what goes on after a restart is training
+                composed = Composed(of_this_generation(composed.text))
         agreed = composed
     except SystemExit as stop:
         number = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -138,9 +150,25 @@ def is_restart() -> bool:
 def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
     # Imported here: `--help` and `--cfg job` need no trainer.
-    from distcache.trainer.build import compute_threads
     from distcache.trainer.checkpoint import check_run_folder
     from distcache.trainer.trainer import train
+
+    def work(world: World) -> None:
+        run_dir = Path(config.run.dir)
+        if world.is_first:
+            open_run_folder(run_dir, config, world, given, is_restart())
+        dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
+        check_run_folder(world, run_dir, needs_shared_folder(config))
+        train(config, world, run_dir)
+
+    return in_world(config, place, store, work)
+
+
+def in_world(
+    config: Config, place: Place, store: dist.Store | None, work: Callable[[World], None]
+) -> int:
+    """Do `work` in the world of all ranks of a job; this rank's exit code."""
+    from distcache.trainer.build import compute_threads
 
     set_up_logging(config.trainer.log_level, place.rank, place.world_size)
     world: World | None = None
@@ -150,14 +178,9 @@ def run(config: Config, place: Place, store: dist.Store | None, given: Collectio
         where = (trainer.device, trainer.backend, trainer.timeout_s)
         world = open_world(*where, store, hybrid, sys.argv[1:])
         torch.set_num_threads(compute_threads(config, world))
-        run_dir = Path(config.run.dir)
-        if world.is_first:
-            open_run_folder(run_dir, config, world, given, is_restart())
-        dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
-        check_run_folder(world, run_dir, needs_shared_folder(config))
         # What a second Ctrl-C does: an exception would go through libraries that swallow it.
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-        train(config, world, run_dir)
+        work(world)
         close_world(world)
         return 0
     except KeyboardInterrupt:

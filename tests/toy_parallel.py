@@ -91,7 +91,7 @@ class ToySource:
 
 
 class ToyParallel(CachedParallel):
-    """Mode `data` in a cache that its steps just fit."""
+    """A cached mode, `data` in a cache that its steps just fit on two ranks."""
 
     def __init__(
         self,
@@ -99,10 +99,12 @@ class ToyParallel(CachedParallel):
         delay: int = 0,
         stop_after: int | None = None,
         number: int = signal.SIGINT,
+        mode: str = "data",
     ) -> None:
         """`delay`: steps after which a loss is read, as on a GPU; `stop_after`: the last rank sends
         itself signal `number` when it has done this step."""
-        settings = CachedSettings("data", (28,), 3, 2, dtype=torch.float64, result_delay=delay)
+        slots = 28 if world.size < 3 else 36
+        settings = CachedSettings(mode, (slots,), 3, 2, dtype=torch.float64, result_delay=delay)
         model = initialise(SmallNet(3, 8), 0, torch.float64)
         super().__init__(world, TABLES, ToySource.features, model, OptimizerSpec("adam"), settings)
         self.stop_after, self.number, self.closed = stop_after, number, 0

@@ -169,29 +169,23 @@ def _started(process: int) -> str | None:
 # torchrun's agent: the process that starts a node's ranks, hands signals on to them, and gives them
 # so many seconds to end.
 
-_LOOK_S = 1.0
-"""Between looks whether the agent runs, seconds."""
-
 
 def end_with_agent() -> None:
     """Under torchrun, end this process within seconds when its agent has ended, whatever it does.
 
-    An agent that is killed, or is told twice to stop, leaves its ranks behind. The parent's number
-    is looked at, and no signal asked for (PR_SET_PDEATHSIG): that comes when the *thread* that
-    started a process ends, and does not come where the parent ended before it was asked for.
+    An agent that is killed leaves its ranks behind. No signal is asked for (PR_SET_PDEATHSIG): it
+    comes when the *thread* that started a process ends, and not where its end came before.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    process, agent = launched
-    if process != os.getpid():  # forked since
-        agent = os.getppid()
+    agent = launched[1] if launched[0] == os.getpid() else os.getppid()  # forked since
 
     def watch() -> None:
         while os.getppid() == agent:
-            time.sleep(_LOOK_S)
-        # Not by the log, whose lock and whose reader may never come back.
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, b"error: torchrun's agent has ended, and this rank with it\n")
+            time.sleep(1.0)
+        with suppress(OSError):  # not by the log, whose lock and whose reader may never come back
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, b"error: torchrun's agent has ended, and this rank with it\n")
         os._exit(1)
 
     threading.Thread(target=watch, name="agent", daemon=True).start()
@@ -342,29 +336,28 @@ def wait_until(
         time.sleep(0.02)
 
 
-def meet(store: dist.Store, place: tuple[int, int], limit_s: float, words: tuple[str, str]) -> None:
-    """Let rank 0 see whether it is alone where all ranks should be, `place`: this rank, and how many
-    there are; `words`: what it asked for, and why all ranks do.
+def meet(store: dist.Store, rank: int, size: int, limit_s: float, asked: str, way_out: str) -> None:
+    """Let rank 0 of `size` see whether it is alone with what it `asked` for; `way_out`: what to do.
 
     Raises PeerError on rank 0, and changes nothing, where no other comes within `limit_s` seconds.
     """
-    rank, size = place
+    if size == 1:
+        return
     if rank > 0:
         store.add("meet/others", 1)
         return
     others, met = named_ranks(range(1, size)), store.add("meet/rank 0", 0) * (size - 1)
 
     def has_company() -> bool:
-        failure = failure_of_others(store, 0)
-        if failure is not None:
+        if (failure := failure_of_others(store, 0)) is not None:
             raise PeerError(failure.message)
-        return size == 1 or store.add("meet/others", 0) > met
+        return store.add("meet/others", 0) > met
 
     try:
-        wait_until(has_company, limit_s, lambda: f"{others} to ask for {words[0]} too")
+        wait_until(has_company, limit_s, lambda: f"{others} to ask for {asked} too")
     except TimeoutError:
         raise PeerError(
-            f"rank 0 asked for {words[0]}, and {others} did not within {limit_s:g} s: {words[1]}"
+            f"rank 0 asked for {asked}, and {others} did not within {limit_s:g} s: {way_out}"
         ) from None
     store.add("meet/rank 0", 1)
 

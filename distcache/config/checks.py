@@ -132,21 +132,13 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def cadence(every: Any) -> tuple[int | None, float | None]:
-    """The steps, or the seconds, of `trainer.checkpoint_every`; (None, None) for `end`.
-
-    Raises ConfigError.
-    """
-    text = str(every)
-    if text == "end":
-        return None, None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
-    if found is not None and float(found[1]) > 0:
-        return None, float(found[1]) * _UNITS[found[2]]
-    if text.isdigit() and int(text) > 0:
-        return int(text), None
-    raise ConfigError(
-        f"trainer.checkpoint_every={every}: give steps (1000), a time (30min, 2h) or end"
-    )
+    """The steps, or the seconds, of `trainer.checkpoint_every`; (None, None) for `end`."""
+    found = re.fullmatch(r"([1-9]\d*)|(\d*\.?\d*[1-9]\d*)(s|min|h)|end", str(every))
+    if found is None:
+        how = "give steps (1000), a time (90s, 30min, 2h) or end"
+        raise ConfigError(f"trainer.checkpoint_every={every}: {how}")
+    steps, time, unit = found.groups()
+    return (int(steps) if steps else None), (float(time) * _UNITS[unit] if time else None)
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
@@ -457,9 +449,15 @@ def _check_device(config: Config, local_size: int) -> str:
     few = trainer.backend == "nccl" and gpus < local_size
     no_folder = trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir()
     wasted = trainer.amp != "off" and trainer.dtype != "float32"
+    source, names = trainer.init_from, trainer.init_names
     told: Refusals = {
         f"trainer.resume={trainer.resume} is no folder: give a run folder or one of its "
         "checkpoints/, auto or never": no_folder,
+        f"trainer.init_from={source} is no folder: give a run folder, one of its checkpoints/, or "
+        "a folder of *.safetensors": source is not None and not Path(source).is_dir(),
+        f"trainer.init_names={names}: give {{table: its name in trainer.init_from}}": (
+            names is not None and not (isinstance(names, Mapping) and source is not None)
+        ),
         f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products have 8 "
         "bits, float64 around them is wasted: use trainer.amp=off or trainer.dtype=float32": wasted,
         "trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu": (

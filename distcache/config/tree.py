@@ -250,6 +250,11 @@ class TrainerConfig:
     resume: str = "auto"
     """`auto`: go on from the newest whole checkpoint of `run.dir`, if it has one; `never`; or the
     run folder, or one of its `checkpoints/`, to go on from."""
+    init_from: str | None = None
+    """A run folder, a checkpoint, or a folder of `*.safetensors`, of whose values tables and dense
+    parameters of the same names start; where the run resumes it is not read."""
+    init_names: Any = None
+    """What tables are called in `init_from`, `{table: name}`, where that is another name."""
     checkpoint_every: Any = "30min"
     """Steps (`1000`) or time (`90s`, `30min`, `2h`) from checkpoint to checkpoint; `end`: one at
     the end alone. None with `run.save=false`."""

@@ -283,25 +283,6 @@ def digest_of(*arrays: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-PIECE_BYTES = 64 << 20
-"""Of a file whose content is compared: what one rank reads at a time."""
-
-
-def piece_digest(file: InputFile, start: int) -> str:
-    """A digest of the bytes from `start` on, `PIECE_BYTES` of them or to the end of the file.
-
-    Raises DataError where it cannot be read, or is not as it was.
-    """
-    with file.open() as stream:
-        try:
-            stream.seek(start)
-            digest = hashlib.blake2b(stream.read(PIECE_BYTES), digest_size=32).hexdigest()
-        except OSError as error:
-            raise DataError(f"{file.path} cannot be read ({error.strerror})") from error
-        file.check_unchanged(stream)
-    return digest
-
-
 _CHUNK = 1 << 20
 
 

@@ -363,20 +363,16 @@ _DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
 """What pyarrow raises for a damaged file."""
 
 
-_I32 = 0x15
-"""A field of a Thrift structure (compact protocol): an int32, one number above the field before."""
-
-
 def has_checksum(page: bytes) -> bool:
-    """Whether a page whose header begins with these bytes has a checksum: the fourth field, after
-    kind, size and compressed size of the page, which are always there."""
+    """Whether a page whose header (Thrift, compact protocol) begins so has a checksum, the field
+    after kind, size and compressed size of the page, which are always there."""
     at, page = 0, page + bytes(24)
     for _ in range(3):
         at += 1
         while page[at] & 0x80:  # all bytes of a number but its last
             at += 1
         at += 1
-    return page[at] == _I32
+    return page[at] == 0x15  # an int32, whose number is one more than that of the field before
 
 
 @dataclass(frozen=True)
@@ -564,12 +560,13 @@ class ParquetSource(SlicedSource):
             limit,
         )
         if self.files.unchecked:
-            logger.info(
+            text = (
                 "%d of the Parquet files have no page checksums, without which damaged values may "
-                "be read: write them (pyarrow: write_page_checksum=True), or compare whole files "
-                "with data.verify=true",
-                self.files.unchecked,
             )
+            text += (
+                "be read: write them (pyarrow: write_page_checksum=True), or set data.verify=true"
+            )
+            logger.info(text, self.files.unchecked)
 
     def _identity(self, train: int) -> dict[str, str]:
         """See `BatchSource.identity`: the samples, what is made of them, and their order."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from distcache.comm.link import on_first, together
 from distcache.comm.world import current_world, has_group, require_group
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.settings import CacheSettings, Recipe, check_names
@@ -34,6 +37,14 @@ from distcache.engine.whole import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate
+from distcache.store.table_files import (
+    Stored,
+    find_weights,
+    read_safetensors,
+    write_tables,
+)
+
+log = logging.getLogger(__name__)
 
 # -----------------------------------------------------------------------------
 # When the tables of a collection are made: as soon as its ranks are known.
@@ -382,7 +393,7 @@ class CachedCollection(nn.Module):
         """Train these tables again, from the next step on; see `freeze`."""
         self._frozen -= self._known(tables)
 
-    def _known(self, names: Sequence[str]) -> set[str]:
+    def _known(self, names: Iterable[str]) -> set[str]:
         known = [spec.name for spec in self._recipe.lookups.specs]
         for name in names:
             if name not in known:
@@ -432,6 +443,56 @@ class CachedCollection(nn.Module):
     def flush(self) -> None:
         """Bring every changed row to host memory; called by all ranks."""
         self.tables.flush()
+
+    def export(
+        self,
+        folder: str | PathLike[str],
+        form: str = "safetensors",
+        rows: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write tables to files, from rank 0's node; called by all ranks.
+
+        `form`: `safetensors`, or `parquet` with columns `id` and `vector`; `rows`: of Parquet, the
+        tables that are written and their ids, int64, ascending and distinct; None: all. Raises
+        DistcacheError where files cannot be written, PlanError on several nodes, none of which has
+        whole tables: export a checkpoint there.
+        """
+        tables = self.tables
+        self._known(rows or ())
+        tables.flush()
+
+        def write() -> None:
+            found = {
+                spec.name: Stored.of(tables.whole.local(index)[0])
+                for index, spec in enumerate(tables.tables)
+                if rows is None or spec.name in rows
+            }
+            write_tables(Path(folder), form, found, rows)
+
+        on_first(tables.world, write)
+
+    def init_from(
+        self, folder: str | PathLike[str], names: Mapping[str, str] | None = None
+    ) -> None:
+        """Let tables have the weights in the `*.safetensors` of a folder, which every node reads
+        block by block; called by all ranks. Optimizer state stays.
+
+        Table `t` is tensor `t` or `t.weight`, or one whose name ends with `.t.weight`;
+        `names={"t": "u"}`: look for u. Rows and tables that are not in the files stay as they are;
+        the log of rank 0 lists them. Raises ConfigError for another width or more rows, and
+        DataError for damaged files, on all ranks.
+        """
+        tables, found, said = self.tables, dict[int, Stored](), ""
+
+        def find() -> None:
+            nonlocal said
+            weights, said = find_weights(read_safetensors(Path(folder)), tables.tables, names or {})
+            found.update(weights)
+
+        together(tables.world, find)
+        tables.fill(found)
+        if tables.world.is_first:
+            log.info("from %s: %s", folder, said)
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice."""

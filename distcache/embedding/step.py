@@ -13,9 +13,10 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,11 +45,12 @@ from distcache.engine.step import (
 )
 from distcache.engine.tables import CachedTables, StepRows
 from distcache.engine.whole import Part
-from distcache.errors import DataError, NonFiniteLossError, PeerError, PlanError
+from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
+from distcache.store.table_files import Stored
 from distcache.streams import COMPUTE, Mark
 
 if TYPE_CHECKING:
@@ -73,11 +75,10 @@ for a look-ahead that nobody holds, which ranks that leave theirs at the same st
 
 ALONE_S = 20.0
 """How long rank 0 waits for any other rank to ask for whole tables too, seconds. All are at the
-same step; whoever comes later than this most likely does not come, as in `if rank == 0: save()`."""
+same step: if none comes in this time, it is most likely a loop's `if rank == 0:` that asks."""
 
 _ALL_ASK = (
-    "changed rows lie on all ranks' devices, so call it (also the optimizer's) on all ranks, outside "
-    "`if rank == 0:`, and write its result on one"
+    "rows lie on all devices, so call it on all ranks, outside `if rank == 0:`, and save on one"
 )
 
 
@@ -534,7 +535,7 @@ class CollectionTables:
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
             self._judged.append((flight.step, counted, there, streams.mark(COMPUTE)))
         flight.after = streams.mark(COMPUTE)
-        with engine.whole():
+        with engine.whole:
             with engine.stage(APPLY, flight):
                 engine.apply(flight, step.view.sums(), lr, step.choices, enabled)
             engine.return_rows(flight)
@@ -596,19 +597,16 @@ class CollectionTables:
     def views(
         self, states: bool = False
     ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
-        """Flush; then each table with its weights and state, see `WholeTables.views`.
-
-        Raises PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`.
-        """
+        """Flush; then each table with its weights and state, see `WholeTables.views`. Raises
+        PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`."""
         self.meet()
         self.flush()
         return self.whole.views(states)
 
     def meet(self, asked: str = "state_dict()", way_out: str = _ALL_ASK) -> None:
         """Let rank 0 see whether it is alone with what it `asked` for; see `rendezvous.meet`."""
-        world = self.world
-        limit = min(ALONE_S, world.timeout_s)
-        meet(world.store, (world.rank, world.size), limit, (asked, way_out))
+        world, limit = self.world, min(ALONE_S, self.world.timeout_s)
+        meet(world.store, world.rank, world.size, limit, asked, way_out)
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
@@ -618,8 +616,7 @@ class CollectionTables:
 
     def saved(self, scratch: Path) -> dict[str, Any]:
         """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
-        if self.current is not None and self.current.pending:
-            raise PlanError("row gradients wait: call ebc.step() or zero_grad() before saving")
+        self._require_between_steps("saving")
         with suppress(NonFiniteLossError):  # the tables are those before that step
             self._judge(0)
         self.flush()
@@ -634,10 +631,20 @@ class CollectionTables:
         yield state
         self.whole.load(state)
 
+    def fill(self, found: Mapping[int, Stored]) -> None:
+        """Let tables, by index, start from stored weights, see `WholeTables.fill`."""
+        self._let_go()
+        self.engine.forget()
+        for index, source in found.items():
+            self.whole.fill(index, source)
+
+    def _require_between_steps(self, work: str) -> None:
+        if self.current is not None and self.current.pending:
+            raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
+
     def _let_go(self) -> None:
         """Between two steps: bring all rows to the stores, and plan none ahead."""
-        if self.current is not None and self.current.pending:
-            raise PlanError("row gradients wait: call ebc.step() or zero_grad() before loading")
+        self._require_between_steps("loading")
         self.end_current()
         self.halt()
         self.flush()

@@ -160,7 +160,7 @@ class PlanExchange:
         said = asked or Verdict(Status.OK, ())
         told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
         outgoing: Pieces = [[] for _ in range(size)]
-        lengths = np.zeros((size, 0), dtype=np.int64)
+        lengths: list[np.ndarray] = []
         request = asking.flight if asking and asked and asked.status is Status.OK else None
         decides = deciding if decided and decided.status is Status.OK else None
         if request is not None:
@@ -172,10 +172,10 @@ class PlanExchange:
                 by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
                 told.counts.append(by_home[:, self._rank])
                 start += size * shelves
-            lengths = np.stack([counts.sum(1) for counts in told.counts], axis=1)
+            lengths += [counts.sum(1)[:, None] for counts in told.counts]
         if decides is not None:
             told.decision_bytes = self._tell(decides, outgoing)
-            lengths = np.concatenate((lengths, self._lengths(numbers, decides)), axis=1)
+            lengths.append(self._lengths(numbers, decides))
         if request is not None or decides is not None:
             what = f"plans of {_step(asking if request else None, deciding)}"
             pieces = self._all_to_all(outgoing, lengths, what)
@@ -228,6 +228,8 @@ class PlanExchange:
     def _compare(self, table: np.ndarray, asked: Verdict | None, decided: Verdict | None) -> None:
         """Raise PeerError if the ranks are not at the same point, with what went wrong on one of
         them, if anything did: then their configurations are no matter."""
+        if len(table) == 1:
+            return
         verdicts = [verdict for verdict in (asked, decided) if verdict is not None]
         failed = [verdict for verdict in verdicts if verdict.status is Status.ERROR]
         columns = [_ASKED_STEP, _DECIDED_STEP]
@@ -279,10 +281,12 @@ class PlanExchange:
                 lengths[home, group, 2] += self.routes.numbers(home, asked[group, home])
         return lengths.reshape(self._size, -1)
 
-    def _all_to_all(self, outgoing: Pieces, lengths: np.ndarray, what: str) -> Pieces:
-        """Send each rank its parts (int32); from each the pieces of `lengths` `[W, n]`."""
+    def _all_to_all(self, outgoing: Pieces, columns: list[np.ndarray], what: str) -> Pieces:
+        """Send each rank its parts (int32); from each the pieces of so many numbers as `columns`
+        `[W, ...]` have for it."""
         if len(outgoing) == 1:
             return [[part.astype(_WIRE, copy=False) for part in outgoing[0]]]
+        lengths = np.concatenate(columns, axis=1)
         flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
         sends = [sum([len(part) for part in parts]) for parts in outgoing]
         receives = lengths.sum(1).tolist()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -467,7 +467,9 @@ class DenseGradients:
         self._views = [
             part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)
         ]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        self._pairs = list(zip(self.parameters, self._views, strict=True))
+        self._chunks = self.flat.split(CHUNK_ELEMENTS)
+        for parameter, view in self._pairs:
             parameter.grad = view
 
     def zero(self) -> None:
@@ -513,17 +515,20 @@ class DenseGradients:
 
     def _gather(self) -> None:
         """Let the gradients be views of `flat`; of parameters without one, zeros."""
-        views, found = [], []
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
+        found = [parameter.grad for parameter in self.parameters]
+        # zero_grad() lets go of a view, backward makes another; copied by one kernel, if by any.
+        made = [
+            (view, own)
+            for view, own in zip(self._views, found, strict=True)
+            if own is not None and own is not view
+        ]
+        if made:
+            torch._foreach_copy_(*zip(*made, strict=True))
+        for (parameter, view), own in zip(self._pairs, found, strict=True):
+            if own is None:
                 view.zero_()
-            elif parameter.grad is not view:  # zero_grad() lets go of it, backward makes another
-                views.append(view)
-                found.append(parameter.grad)
             # An optimizer would move a frozen one by a gradient of zeros (momentum, Adam, decay).
             parameter.grad = view if parameter.requires_grad else None
-        if views:
-            torch._foreach_copy_(views, found)  # one kernel, where there are kernels
 
     def close(self) -> None:
         """Let go of the groups that the first `sum` made; called by all ranks."""
@@ -541,10 +546,7 @@ class DenseGradients:
         if link is None:
             raise RuntimeError("sum() joins the ranks first")
         self._gather()
-        waits = [
-            link.start_all_reduce(chunk, DENSE, "dense gradients")
-            for chunk in self.flat.split(CHUNK_ELEMENTS)
-        ]
+        waits = [link.start_all_reduce(chunk, DENSE, "dense gradients") for chunk in self._chunks]
 
         def finish() -> None:
             for wait in waits:
@@ -599,8 +601,7 @@ def agreement(said: Tensor) -> StepResult:
     return StepResult(total, tuple(bad), stop, save)
 
 
-@dataclass(frozen=True)
-class Control:
+class Control(NamedTuple):
     """A step's words on their way to the host: `said` float64 `[W, 2]` there once `mark` is
     reached, and on the device `enabled`, bool `[1]`: whether all losses so far were finite."""
 

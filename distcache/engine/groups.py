@@ -55,13 +55,15 @@ class TableGroup:
         return self.layout.dim
 
     @cached_property
-    def by_table(self) -> tuple[np.ndarray, np.ndarray]:
-        """The features by table, those of one in their order, int64 `[F]`; and int64 `[2, F]`, of
-        each of these the first row of its table, and how many rows that has."""
+    def by_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The features by table, those of one in their order, int64 `[F]`; int64 `[2, F]`, of each
+        of these the first row of its table, and how many rows that has; and which of these are the
+        first of their table, int64."""
         rows = dict(zip(self.layout.offsets.tolist(), self.layout.tables, strict=False))
         order = self.offsets.argsort(kind="stable")
         first = self.offsets[order]
-        return order, np.array([first, [rows[at].rows for at in first.tolist()]])
+        heads = np.flatnonzero(np.diff(first, prepend=-1))
+        return order, np.array([first, [rows[at].rows for at in first.tolist()]]), heads
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,8 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
 
 def _pieces(group: TableGroup, edges: np.ndarray) -> np.ndarray:
     """See `GroupBags.pieces`; the ids of feature f are `edges[f : f + 2]`."""
-    order, of_table = group.by_table
+    order, of_table, heads = group.by_table
     starts, stops = edges[order], edges[order + 1]
-    heads = np.flatnonzero(np.diff(of_table[0], prepend=-1))
     rooms = np.zeros(len(order), np.int64)
     rooms[heads] = np.add.reduceat(stops - starts, heads) if len(heads) else 0
     return np.stack((starts, stops, *of_table, rooms))

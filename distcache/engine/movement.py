@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -156,12 +157,13 @@ class MoveCounts:
 
     def add(self, other: MoveCounts) -> None:
         """Count what another one counted."""
-        for name, count in vars(other).items():
-            setattr(self, name, getattr(self, name) + count)
+        self.rows_fetched += other.rows_fetched
+        self.rows_written_back += other.rows_written_back
+        self.host_to_device_bytes += other.host_to_device_bytes
+        self.device_to_host_bytes += other.device_to_host_bytes
 
 
-@dataclass(frozen=True)
-class RowChoice:
+class RowChoice(NamedTuple):
     """Rows of a group that are updated as step `count` of their tables: places in the `replicated`
     and `sharded` sums of the step, int64 on the CPU (None: all)."""
 

@@ -214,7 +214,8 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
             if isinstance(error, Exception):
                 error.add_note(f"in stage {name} of step {flight.step}")
             return
-        flight.note(name, self._lane, self._began)
+        if flight.timed:
+            flight.note(name, self._lane, self._began)
         if end.event is not None:
             flight.after = end
             if flight.timed:
@@ -251,11 +252,12 @@ class StageClock:
             return
         self.steps += 1
         for name, lane, _, start, end in spans:
-            self.seconds[name] += end - start
+            took = hidden = end - start
+            self.seconds[name] += took
             if lane != TRAINING_LANE:
-                hidden = end - start
                 for wait in waits:  # which do not overlap one another
-                    hidden -= max(0.0, min(end, wait.end) - max(start, wait.start))
+                    if wait.start < end and start < wait.end:
+                        hidden -= min(end, wait.end) - max(start, wait.start)
                 self.hidden[name] += hidden
         for wait in waits:
             self.seconds[WAIT] += wait.end - wait.start

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,20 @@ class RowSums:
     def tensors(self) -> list[Tensor]:
         """All of them."""
         return [sums for sums in (*self.replicated, *self.sharded) if sums is not None]
+
+
+class Whole:
+    """See `CachedTables.whole`. A class and not a generator: every step enters it twice."""
+
+    def __init__(self, tables: CachedTables) -> None:
+        self._tables = tables
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._tables.fail(error)
 
 
 class CachedTables:
@@ -126,6 +140,8 @@ class CachedTables:
         self.stream: StepStream | None = None
         """The last that was begun, whose threads may have ended."""
         self.last_step, self.failed, self._stale = -1, False, False
+        self.whole = Whole(self)
+        """What fails inside leaves the rows of no step; the other ranks hear of it."""
         self._alone = {"train", "eval"} if world.size > 1 and self.streams.asynchronous else set()
         """Kinds of steps whose first is yet to come, beside which nothing moves: a GPU may wait for
         its own work when it loads a kernel for the first time, and that work for other ranks."""
@@ -395,17 +411,9 @@ class CachedTables:
         """Count what moved for a step, and the bytes of its planning and moving."""
         for rows, counts in zip(self.rows, flight.counts, strict=True):
             rows.counts.add(counts)
-        self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
-        self.counters.count(PLANNING, flight.planning_bytes)
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What fails inside leaves the rows of no step; the other ranks hear of it."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
+        if self.world.size > 1:  # a rank alone sends nothing
+            self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
+            self.counters.count(PLANNING, flight.planning_bytes)
 
     def fail(self, error: BaseException) -> None:
         """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""
@@ -420,7 +428,7 @@ class CachedTables:
         Nobody writes unless all ranks have the same last step and `applied` steps: PlanError or
         PeerError, on all ranks, if a step failed half-way on one of them.
         """
-        with self.whole():
+        with self.whole:
             self.quiet()
         steps = together(self.world, lambda: self._whole_steps(applied))
         if len(set(steps)) > 1:

@@ -49,6 +49,7 @@ from distcache.store.rows import (
     initial_rows,
     put_block,
 )
+from distcache.store.table_files import Stored
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
 log = logging.getLogger(__name__)
@@ -576,6 +577,23 @@ class WholeTables:
         drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows).to(store.dtype)
         change(drawn)
         _write(store, place, slice(None), drawn, False)
+
+    def fill(self, table: int, source: Stored) -> None:
+        """Let the first rows of a table have the weights of `source`, `[rows, D]`; nothing may be
+        cached then. The ranks of a node share the reading."""
+        (rows, place), world = self._find(table), self._world
+        first, ranges = int(rows.group.layout.offsets[place]), source.ranges()
+        put = partial(put_block, rows.cache.weight)  # `resident`: a copy on every rank
+        if rows.store is not None:
+            put, ranges = rows.store.put, ranges[world.local_rank :: world.local_size]
+
+        def write() -> None:
+            for ids in ranges:
+                block = source.block(ids.start, ids.stop).to(rows.cache.weight.dtype)
+                put(first + ids.start, block.numpy())
+
+        with torch.no_grad():
+            together(world, write)
 
     def replace(self, parts: Sequence[Part], is_state: bool) -> None:
         """Let columns of whole tables, of their weights or their state, be `parts`; nothing may be

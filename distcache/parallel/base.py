@@ -40,6 +40,7 @@ from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate, row_update
+from distcache.store.table_files import Stored
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,11 @@ class Parallel(ABC):
 
         Rank 0 gets the tensor, others may get None. After `flush`.
         """
+
+    @abstractmethod
+    def fill_table(self, table: int, source: Stored) -> None:
+        """Let the first rows of a table have the weights of `source`, `[rows, D]`; before any
+        step."""
 
     @abstractmethod
     def dense_state(self) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ from distcache.parallel.base import (
     stage_values,
 )
 from distcache.popularity.statistics import Popularity
+from distcache.store.table_files import Stored
 
 _MODEL, _OPTIMIZER = "dense.", "dense_optim."
 """What begins the names of the dense part's values in a checkpoint: `dense.<name>` of the model's
@@ -103,7 +104,7 @@ class Outcome:
 class CachedParallel(Parallel):
     """Tables as rows in slots, dense part replicated, all gradients summed over ranks.
 
-    `applied`: steps applied so far, int64 (also in the checkpoint); after `flush` exactly, on every
+    `applied`: steps applied so far (also in the checkpoint, int64); after `flush` exactly, on every
     device. A loss that is not finite is sticky: nothing applies after it.
     """
 
@@ -131,7 +132,7 @@ class CachedParallel(Parallel):
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
-        self.applied = torch.zeros((), dtype=torch.int64)
+        self.applied = 0
         self._embedding_lr = 0.0
         self._bad_ranks: tuple[int, ...] = ()
         self._due: Flight | None = None
@@ -212,7 +213,7 @@ class CachedParallel(Parallel):
         """See `Parallel.train_step`."""
         flight, tables = self._begin(step), self.tables
         flight.result.asks = asks
-        with tables.whole():
+        with tables.whole:
             leaves = tables.open(flight)
             with tables.stage(FORWARD_BACKWARD, flight):
                 self._forward_backward(flight, leaves)
@@ -227,14 +228,15 @@ class CachedParallel(Parallel):
         self._read(self.result_delay)
         if self.result_delay:
             return LateResult(lambda: self._result(flight))
-        return self._result(flight)
+        return flight.result.agreement
 
     @torch.enable_grad()
     def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         outcome: Outcome = flight.result
         self.dense.zero()
-        buffers = (module._buffers.get(name) for module, name in self._buffers)
-        outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
+        if self._buffers:
+            buffers = (module._buffers.get(name) for module, name in self._buffers)
+            outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
         logits = self._predict(flight, [leaf.requires_grad_() for leaf in leaves])
         labels = flight.labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -266,8 +268,7 @@ class CachedParallel(Parallel):
         if not self.result_delay and self._agreed(flight).bad_ranks:
             return
         self.applied += 1
-        count = int(self.applied)
-        self.tables.apply(flight, outcome.sums, self._embedding_lr, count, enabled)
+        self.tables.apply(flight, outcome.sums, self._embedding_lr, self.applied, enabled)
         if enabled is None:
             self.dense_optimizer.step()
         else:
@@ -282,7 +283,9 @@ class CachedParallel(Parallel):
         if outcome.agreement is None:
             agreement = outcome.control.read()
             self._bad_ranks = self._bad_ranks or agreement.bad_ranks
-            outcome.agreement = replace(agreement, bad_ranks=self._bad_ranks)
+            if self._bad_ranks:
+                agreement = replace(agreement, bad_ranks=self._bad_ranks)
+            outcome.agreement = agreement
             if self._bad_ranks and self.result_delay:  # it counted, before anybody knew
                 self.applied -= 1
                 uncount(self.dense_optimizer)
@@ -298,7 +301,7 @@ class CachedParallel(Parallel):
         """Look at the results of steps, in order, but for the last `keep` of them."""
         while len(self._unread) > keep:
             flight = self._unread[0]
-            with self.tables.whole():
+            with self.tables.whole:
                 self._agreed(flight)
             self._unread.popleft()
             record(self.clock, flight, self.streams)
@@ -307,7 +310,7 @@ class CachedParallel(Parallel):
         """See `Parallel.eval_step`."""
         flight, tables, counters = self._begin(step), self.tables, self.counters
         sent, between = counters.collective_bytes, counters.inter_node_bytes
-        with tables.whole(), torch.no_grad():
+        with tables.whole, torch.no_grad():
             leaves = tables.open(flight)
             with tables.stage(FORWARD, flight):
                 modes = [(module, module.training) for module in self._modules]
@@ -337,11 +340,16 @@ class CachedParallel(Parallel):
         failed half-way on one of them. After an error that the stream raised they have.
         """
         self._read(0)
-        self.tables.flush(int(self.applied))
+        self.tables.flush(self.applied)
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
         return self.tables.whole_tables.block(table, range(start, stop))
+
+    def fill_table(self, table: int, source: Stored) -> None:
+        """See `Parallel.fill_table`. Raises PlanError once rows are cached."""
+        self.tables.require_unused()
+        self.tables.whole_tables.fill(table, source)
 
     def dense_state(self) -> dict[str, Tensor]:
         """See `Parallel.dense_state`."""
@@ -359,7 +367,7 @@ class CachedParallel(Parallel):
 
     def blank_state(self, filled: bool = False) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
-        state = {"applied_steps": self.applied} | self.tables.whole_tables.state(
+        state = {"applied_steps": torch.tensor(self.applied)} | self.tables.whole_tables.state(
             self.scratch, filled
         )
         state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
@@ -372,7 +380,7 @@ class CachedParallel(Parallel):
         Raises PlanError once rows are cached, which would hide what was filled in.
         """
         self.tables.require_unused()
-        self.applied.copy_(state["applied_steps"])
+        self.applied = int(state["applied_steps"])
         model, optimizer = (
             {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
             for own in (_MODEL, _OPTIMIZER)

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ from distcache.parallel.base import (
 )
 from distcache.store.memory import require_memory
 from distcache.store.rows import block_rows, initial_rows
+from distcache.store.table_files import Stored
 
 # -----------------------------------------------------------------------------
 # What `hybrid` is built from, and what it refuses beside `config.checks`.
@@ -592,6 +594,21 @@ class HybridParallel(Parallel):
         """Rows [start, stop) of a table, `[stop - start, D]` on the CPU of rank 0."""
         name = self._spec.tables[table].name
         return gather_rows(self._weights[name], start, stop, self._world)
+
+    @torch.no_grad()
+    def fill_table(self, table: int, source: Stored) -> None:
+        """See `Parallel.fill_table`; each rank reads the rows of its shards."""
+        shards = self._weights[self._spec.tables[table].name].local_shards()
+
+        def write() -> None:
+            for shard, rows in product(shards, source.ranges()):
+                (first, column), (count, columns) = shard.metadata.shard_offsets, shard.tensor.shape
+                low, high = max(rows.start, first), min(rows.stop, first + count)
+                if low < high:
+                    block = source.block(low, high)[:, column : column + columns]
+                    shard.tensor[low - first : high - first].copy_(block)
+
+        together(self._world, write)
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense parameters by the given model's own names, in its order."""

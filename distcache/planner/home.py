@@ -18,7 +18,7 @@ from itertools import pairwise
 from operator import itemgetter
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -161,10 +161,6 @@ class Threads:
         ends = [pieces * n // self.count for n in range(self.count + 1)]
         return [(first, last) for first, last in pairwise(ends) if first < last]
 
-    def share(self, pieces: int, call: Callable[[int, int], object]) -> None:
-        """`call(first, last)` for all `ranges` of so many pieces; returns once all are done."""
-        self.each(call, self.ranges(pieces))
-
     def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
         """What `call` returns for each of `arguments`, all at the same time."""
         if not self._others or len(arguments) < 2:
@@ -194,14 +190,9 @@ ALONE = Threads()
 """The thread that calls."""
 
 
-class Shelved(NamedTuple):
-    """A piece of local rows, `local` int64 `[n]` of `homes` int32 `[n]` (or none: all are of the
-    first); the shelf of each, `shelves` int32, and how many each has, `counts` int64."""
-
-    local: np.ndarray
-    homes: np.ndarray
-    shelves: np.ndarray
-    counts: np.ndarray
+Shelved = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""A piece of local rows, int64 `[n]`; their homes, int32, or none: all are of the first; the shelf
+of each, int32; how many each shelf has, int64."""
 
 
 class Shelves:
@@ -218,7 +209,7 @@ class Shelves:
         local = np.ascontiguousarray(local, dtype=np.int64)
         found = np.empty(len(local), np.int32), np.empty(self._count, np.int64)
         loops.shelve_rows(local, homes, *self._shapes, *found)
-        return Shelved(local, homes, *found)
+        return local, homes, *found
 
     def divide(
         self, pieces: Sequence[Shelved], occurs: Sequence[np.ndarray], threads: Threads = ALONE
@@ -227,10 +218,10 @@ class Shelves:
         those of each shelf begin, int64 `[shelves + 1]`; where each row is now, int32 `[R]`; and
         where the ids of each begin, int32 `[R + 1]`. `occurs`: how many ids has each, int32 `[n]`
         for each piece, or none: one."""
-        counts, starts = np.stack([of.counts for of in pieces]), np.zeros(self._count + 1, np.int64)
+        counts, starts = np.stack([of[3] for of in pieces]), np.zeros(self._count + 1, np.int64)
         counts.sum(axis=0).cumsum(out=starts[1:])
         firsts = starts[:-1] + counts.cumsum(axis=0) - counts
-        ends = np.cumsum([len(of.local) for of in pieces]).tolist()
+        ends = np.cumsum([len(of[0]) for of in pieces]).tolist()
         divided, places, segments = (np.empty(ends[-1] + more, np.int32) for more in (0, 0, 1))
 
         def divide(piece: int, stop: int) -> None:
@@ -426,7 +417,11 @@ class Planner:
 
     def _take_in(self, named: loops.Named, decide: bool) -> None:
         """The work of `ingest` in all parts."""
-        self.threads.share(self.parts.count, lambda a, b: loops.ingest(self._home, a, b, named))
+        self._share(lambda a, b: loops.ingest(self._home, a, b, named))
+
+    def _share(self, call: Callable[[int, int], object]) -> None:
+        """`call(first, last)` for all parts, shared out among the threads."""
+        self.threads.each(call, self.threads.ranges(self.parts.count))
 
     def _make_room(self, step: int, rows: np.ndarray) -> None:
         """Room for what the window knows of `step`, which names so many rows of each part."""
@@ -563,9 +558,7 @@ class HomePlanner(Planner):
             self._decided = error
             super()._take_in(named, decide)
             return
-        self.threads.share(
-            self.parts.count, lambda a, b: loops.advance(self._home, a, b, named, due)
-        )
+        self._share(lambda a, b: loops.advance(self._home, a, b, named, due))
         try:
             self._decided = decided()
         except Exception as error:
@@ -589,7 +582,7 @@ class HomePlanner(Planner):
                 slots=self.slots,
             )
         due, decided = self._begin()
-        self.threads.share(self.parts.count, lambda a, b: loops.plan(self._home, a, b, due))
+        self._share(lambda a, b: loops.plan(self._home, a, b, due))
         return decided()
 
     def _begin(self) -> tuple[loops.Due, Callable[[], HomeDecision]]:
@@ -603,7 +596,7 @@ class HomePlanner(Planner):
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
-        scale = (ranking.ranks, ranking.values, ranking.factors, self._names)
+        scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest, self._names)
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
         out = [np.empty(entry.rows, kind) for kind in kinds]
@@ -625,8 +618,8 @@ class HomePlanner(Planner):
             for column in (0, 1)
         )
         fetched, leaving = (
-            _joined(due.fetched, came, np.int64),
-            _joined(due.evicted, left, np.int64),
+            self.layout.row(self.home, _joined(of, spans, np.int64))
+            for of, spans in ((due.fetched, came), (due.evicted, left))
         )
         return HomeDecision(
             step=entry.step,

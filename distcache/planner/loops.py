@@ -563,25 +563,31 @@ def file_slots(
             file(home, part, slots[i], row, base + ranks[level])
 
 
-@compiled(i8(i8, i8, i8, i8, in8, in8))
+@compiled(i8(i8, i8, i8, i8, in8, in8, in1))
 def count_use(
-    level: int, age: int, name: int, step: int, values: np.ndarray, factors: np.ndarray
+    level: int,
+    age: int,
+    name: int,
+    step: int,
+    values: np.ndarray,
+    factors: np.ndarray,
+    nearest: np.ndarray,
 ) -> int:
     """The level of a count after one more use, by `step`, of the row `name`.
 
     `age`: how many octaves it has lost since its last use, in 1 / 2^32. `values` int64 `[256]`:
     what a level stands for, in 1 / 256 uses, ascending from 0; `factors` int64 `[257]`: 2^28 *
-    2^(-i / 256). The sum lies between two levels, and a hash of (row, step) chooses one of them so
-    that the expected value is the sum (Morris 1978).
+    2^(-i / 256); `nearest` uint8: the highest level with a value up to 2^(i // 32) * (1 + i % 32 /
+    32), beyond which the next bucket i has one more at most. The sum lies between two levels, and a
+    hash of (row, step) chooses one of them so that the expected value is the sum (Morris 1978).
     """
     place, rest = at((age >> 24) & 255), age & 0xFFFFFF
     factor = factors[place] - (((factors[place] - factors[place + at(1)]) * rest) >> 24)
     value = (((values[at(level)] * factor) >> 28) >> min(age >> 32, 62)) + 256
-    # To the highest level whose value is not above: a few away.
-    while level < 255 and values[at(level + 1)] <= value:
-        level += 1
-    while values[at(level)] > value:
-        level -= 1
+    # The highest level whose value is not above: that of the bucket's beginning, which exponent and
+    # first digits of a float are, or the next one.
+    level = np.int64(nearest[at((np.float64(value).view(np.int64) >> 47) - (1023 << 5))])
+    level += level < 255 and values[at(level + 1)] <= value
     if level < 255:
         key = (np.uint64(name) << _HALF) ^ np.uint64(step)
         key = (key ^ (key >> _HALF)) * _FIRST
@@ -597,11 +603,11 @@ class Due(NamedTuple):
 
     `distinct`, `previous`, `bases`, `counts`, `starts` and `labels` are what `ingest` wrote, which
     become places among the home's rows; part p has rows `dense[p]` and up of these, and slots
-    `own_slots[p]` and up of the device's; `shape`: of
-    the home, see `divide_rows`; `newest`: the last step that the window knows. Keys are `base` +
-    `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors`: see `count_use`;
-    `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are numbered in
-    their part.
+    `own_slots[p]` and up of the device's; `shape`: of the home, see
+    `divide_rows`; `newest`: the last step that the window knows. Keys are `base` + `ranks` of
+    levels; uses are counted at `rate` >= 0; `values`, `factors` and `nearest`: see `count_use`;
+    `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are
+    numbered in their part.
 
     Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
     have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of
@@ -619,6 +625,7 @@ class Due(NamedTuple):
     ranks: np.ndarray
     values: np.ndarray
     factors: np.ndarray
+    nearest: np.ndarray
     names: np.ndarray
     distinct: np.ndarray
     previous: np.ndarray
@@ -641,7 +648,7 @@ class Due(NamedTuple):
 
 _due = types.NamedTuple(
     [
-        *(i8, i8, i8, i8, i8, out4, out8, out8, out44),
+        *(i8, i8, i8, i8, i8, out4, out8, out8, out1, out44),
         *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
         *(out4, out1, out1, out4, out4, out4, out4, out88),
     ],
@@ -669,7 +676,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
         if rate >= 0:
             name = np.int64(names[part, row] if names.shape[1] else row)
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
-            level = count_use(level, age, name, step, due.values, due.factors)
+            level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
             index[at(row), HELD] = slot * LEVELS + level
         counted[k] = level
         if slot < 0:

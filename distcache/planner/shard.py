@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -453,9 +453,6 @@ def one_piece(count: int) -> np.ndarray:
 
 
 Spans = list[tuple[int, int, int, int]]
-"""See `RowRequest`."""
-
-Follow = Callable[[np.ndarray], Any]
 
 
 def distinct_rows(
@@ -478,7 +475,7 @@ def _concatenated(arrays: Sequence[np.ndarray], dtype: type = np.int32) -> np.nd
 
 
 def _in_spans(
-    ids: np.ndarray, pieces: np.ndarray, threads: Threads, follow: Follow
+    ids: np.ndarray, pieces: np.ndarray, threads: Threads, follow: Callable[[np.ndarray], Any]
 ) -> tuple[Spans, np.ndarray, list[np.ndarray], list[Any]]:
     """Spans and labels of `distinct_rows`; and for each span the occurrences, and what `follow`
     gives for its distinct rows, in the thread that found them."""
@@ -516,6 +513,10 @@ def _scratch(size: int) -> tuple[np.ndarray, np.ndarray]:
     return found
 
 
+_shelves = lru_cache(maxsize=64)(Shelves)
+"""As steps ask for the same ones."""
+
+
 def make_request(
     layout: RowLayout,
     ids: np.ndarray,
@@ -531,7 +532,7 @@ def make_request(
     """
     world, pieces = layout.world_size, one_piece(len(ids)) if pieces is None else pieces
     both = [of or Parts(0, layout.most_rows) for of in parts]
-    shelves = Shelves([of for of in both for _ in range(world)])
+    shelves = _shelves(tuple([of for of in both for _ in range(world)]))
 
     def shelve(distinct: np.ndarray) -> Shelved:
         local, homes = layout.local(distinct), _NONE

@@ -118,6 +118,7 @@ class Ranking:
 
     rate, base = -1, 0
     values, factors = np.empty(0, np.int64), np.empty(0, np.int64)
+    nearest = np.empty(0, np.uint8)
     """See `loops.count_use`."""
 
     def __init__(self, levels: int = 1) -> None:
@@ -153,6 +154,8 @@ class ByCount(Ranking):
         uses = (2.0**steps_up - 1) / (2.0 ** (1 / _PER_OCTAVE) - 1)
         self.values = np.rint(256 * uses).astype(np.int64)
         self.factors = np.rint(2.0 ** (28 - np.arange(257) / 256)).astype(np.int64)
+        buckets = np.ldexp(1 + np.arange(64 * 32) % 32 / 32, np.arange(64 * 32) // 32)
+        self.nearest = (self.values.searchsorted(buckets, "right") - 1).astype(np.uint8)
         self.ranks = np.zeros(256, np.int32)
         self.ranks[1:] = np.rint(_KEYS_PER_OCTAVE * np.log2(uses[1:]))
 

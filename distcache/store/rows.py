@@ -446,16 +446,10 @@ class RowStore:
         the values depend on (seed, table index in the model, block) alone. Logs GB/s.
         """
         world, began = self._world, time.perf_counter()
-        weight = self.weight.numpy()
         state = None if self.state is None else self.state.numpy()
 
         def put(first: int, values: np.ndarray) -> None:
-            own, places = slice(None), slice(first, first + len(values))
-            if not self.part.is_whole:
-                rows = np.arange(first, first + len(values))
-                own = self.part.holds(rows)
-                places = self.part.places(rows[own])
-            weight[places] = values[own]
+            places = self.put(first, values)
             if state is not None:
                 state[places] = initial_state
 
@@ -475,6 +469,18 @@ class RowStore:
                 seconds,
                 self.nbytes / seconds / 1e9,
             )
+
+    def put(self, first: int, values: np.ndarray) -> slice | np.ndarray:
+        """Write the weights, `[m, D]`, of the rows from number `first` on, those at home on this
+        node; their places in the store."""
+        own: slice | np.ndarray = slice(None)
+        places: slice | np.ndarray = slice(first, first + len(values))
+        if not self.part.is_whole:
+            rows = np.arange(first, first + len(values))
+            own = self.part.holds(rows)
+            places = self.part.places(rows[own])
+        self.weight.numpy()[places] = values[own]
+        return places
 
     def gather(self, rows: Tensor, out: Rows | None = None) -> Rows:
         """Copies of `rows` (int64 `[m]`, on the CPU): weight `[m, D]`, state `[m, S]` or None.

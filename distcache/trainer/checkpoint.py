@@ -34,6 +34,7 @@ from distcache.trainer.manifest import (
     FORMAT,
     MANIFEST,
     METADATA,
+    SUMS,
     TRAINER_KEY,
     BlockReader,
     BlockWriter,
@@ -253,9 +254,6 @@ def state_digest(
 # -----------------------------------------------------------------------------
 # What a checkpoint and the run that resumes it have in common.
 
-FORMATS = (2, FORMAT)
-"""Versions of what a checkpoint holds that are read."""
-
 SLOWEST_BYTES_PER_S = 20 << 20
 """A rank that reads or writes its files slower than this is taken for one that hangs."""
 
@@ -337,10 +335,10 @@ def file_world(world: World, tables: Iterable[tuple[str, int, int]]) -> Iterator
     members, some = dist.get_process_group_ranks(world.host_group), world.is_guest
     how: Any = {"timeout": patience, "backend": "gloo", "use_local_synchronization": some}
     group: Any = dist.new_group(members, **how)
+    files = replace(world, host_group=group)
+    together(files, lambda: None)  # a rank that leaves early would end those that still join
     try:
-        # A rank that has connected may leave this group while another still connects: not before.
-        dist.barrier(group=group)
-        yield replace(world, host_group=group)
+        yield files
     finally:
         dist.destroy_process_group(group)
 
@@ -445,21 +443,15 @@ def save(
 # Finding and loading.
 
 
-def step_of(folder: Path) -> int:
-    """Steps done at a checkpoint, by the name of its folder; -1 for other names."""
-    number = folder.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
-
-
 def finished(path: Path) -> list[Path]:
     """The checkpoints that `path` is or has, the newest step first: a run folder, its
     `checkpoints/`, or one of these, whole or damaged; those of format 2 come last."""
     if any((path / name).is_file() for name in (MANIFEST, METADATA)):
         return [path]
     steps = [*path.glob(f"{CHECKPOINTS}/step_*/{MANIFEST}"), *path.glob(f"step_*/{MANIFEST}")]
-    found = sorted((own.parent for own in steps), key=step_of, reverse=True)
-    old = (path / "model", path / "model.old", path.with_name(path.name + ".old"))
-    return found + [folder for folder in old if (folder / METADATA).is_file()]
+    by_step = {(len(own.parent.name), own.parent.name): own.parent for own in steps}
+    old = [own for own in (path / "model", path / "model.old") if (own / SUMS).is_file()]
+    return [by_step[step] for step in sorted(by_step, reverse=True)] + old
 
 
 def find(path: Path) -> Path:
@@ -551,17 +543,20 @@ def fill(
 
 def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
     """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
-    if header["format"] not in FORMATS:
+    if header["format"] not in (2, FORMAT):
         raise ConfigError(
-            f"{folder} has checkpoint format {header['format']}, this version reads "
-            f"{' and '.join(map(str, FORMATS))}: resume with the version that wrote it"
+            f"{folder} has checkpoint format {header['format']}, this version reads up to {FORMAT}"
+            ": resume with the version that wrote it"
         )
     if "run" not in header:
         raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
     saved, wrong = header["run"], []
+    alike = {saved["mode"], identity.mode} <= ONE_FORMAT
+    # Loaders of a user's own, whose batches are of any size, have a position on each rank.
+    free = {"mode": alike, "world_size": alike and identity.global_batch_size > 0}
     for name, key in KEYS.items():
         was, now = saved[name], getattr(identity, name)
-        if was != now and not (name == "mode" and {was, now} <= ONE_FORMAT):
+        if was != now and not free.get(name):
             wrong.append(f"{key} was {was}, is {now}")
     before, after = [tuple(table) for table in saved["tables"]], list(identity.tables)
     if len(before) != len(after):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import os
 import pathlib
 import pickle
@@ -19,7 +18,7 @@ import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,10 @@ from distcache.data.own import load_plain
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.store.memory import describe_bytes
 
-logger = logging.getLogger(__name__)
-
 FORMAT = 3
 """Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
 
-MANIFEST, METADATA, _SUMS = "manifest.json", ".metadata", "checksums.json"
+MANIFEST, METADATA, SUMS = "manifest.json", ".metadata", "checksums.json"
 """Files of a checkpoint: what belongs to it, written last; DCP's list of values; format 2's sums.
 """
 
@@ -47,9 +44,6 @@ TRAINER_KEY = "trainer"
 """Format 2: the name, beside the mode's values, of the JSON text that a manifest has now."""
 
 WAY_OUT = "resume from another checkpoint, or from a copy of this one"
-
-_READ_BYTES = 16 << 20
-"""How much of a file is read at a time where nobody wants the values."""
 
 Mark = tuple[int, int]
 """Where a stored block ends in its file, in bytes, and the CRC-32 of the file up to there."""
@@ -105,20 +99,11 @@ class Manifest:
         return cls(body["header"], files)
 
     def verify(self, folder: Path) -> None:
-        """Raise DataError naming the files of `folder` that are not as they were written."""
-        wrong = [name for name in sorted(self.files) if not self._is_whole(folder, name)]
-        if wrong:
-            raise _damaged(folder, ", ".join(wrong), len(self.files))
-
-    def _is_whole(self, folder: Path, name: str) -> bool:
-        start = crc = 0
-        with open_plain(folder / name) as file:
-            for end, expected in self.files[name]:
-                while start < end and (data := file.read(min(end - start, _READ_BYTES))):
-                    start, crc = start + len(data), zlib.crc32(data, crc)
-                if (start, crc) != (end, expected):
-                    return False
-            return not file.read(1)
+        """Raise DataError naming a file of `folder` that is not as it was written."""
+        for name, marks in self.files.items():
+            ends = [end for end, _ in marks]
+            for start, end in pairwise([0, *ends]):
+                self.block(folder, name, start, end - start)
 
     def block(self, folder: Path, name: str, start: int, length: int) -> bytes:
         """The block of file `name` from byte `start` on. Raises DataError unless it is one, and as
@@ -226,7 +211,6 @@ class BlockWriter(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._folder = folder
         self.files: dict[str, list[Mark]] = {}
 
     def prepare_global_plan(self, plans: list[planner.SavePlan]) -> list[planner.SavePlan]:
@@ -235,10 +219,10 @@ class BlockWriter(FileSystemWriter):
         needed = sum(
             data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in items if data
         )
-        free = shutil.disk_usage(self._folder).free
+        free = shutil.disk_usage(self.path).free
         if needed > free:
             raise DistcacheError(
-                f"{self._folder} has {describe_bytes(free)} free and the checkpoint takes "
+                f"{self.path} has {describe_bytes(free)} free and the checkpoint takes "
                 f"{describe_bytes(needed)}: make room there, or lower trainer.keep_checkpoints"
             )
         return super().prepare_global_plan(plans)
@@ -249,17 +233,15 @@ class BlockWriter(FileSystemWriter):
         """Write this rank's blocks, each of them in memory once."""
         name, written = f"__{self.rank}_0.distcp", list[WriteResult]()
         if plan.items:
-            with BlockFile(self._folder / name) as file:
+            with BlockFile(self.path / name) as file:
                 for item in plan.items:
                     start = file.end
                     torch.save(in_memory(planner.resolve_data(item)), file)
                     length, mark = file.end - start, (file.end, file.crc)
                     place = filesystem._StorageInfo(name, start, length)
                     written.append(_Written(item.index, length, place, mark))
-        sync_folder(self._folder)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(written)
-        return done
+        sync_folder(self.path)
+        return _done(written)
 
     def finish(self, metadata: metadata.Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all ranks have written: DCP's list of values."""
@@ -268,16 +250,20 @@ class BlockWriter(FileSystemWriter):
         metadata.storage_data = {one.index: one.storage_data for one in written}
         for one in written:
             self.files.setdefault(one.storage_data.relative_path, []).append(one.mark)
-        with BlockFile(self._folder / METADATA) as file:
+        with BlockFile(self.path / METADATA) as file:
             file.write(pickle.dumps(metadata))
             self.files[METADATA] = [(file.end, file.crc)]
-        sync_folder(self._folder)
+        sync_folder(self.path)
 
 
-def in_memory(value: Any) -> Tensor:
+def _done(value: Any) -> Future:
+    done: Future = Future()
+    done.set_result(value)
+    return done
+
+
+def in_memory(value: Tensor) -> Tensor:
     """A tensor on the CPU, whose memory, which torch.save stores as a whole, has nothing else."""
-    if not isinstance(value, Tensor):
-        raise DistcacheError(f"a checkpoint holds tensors alone, no {type(value).__name__}")
     here = value.detach().cpu().contiguous()
     return here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
 
@@ -329,7 +315,7 @@ class BlockReader(FileSystemReader):
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Raises DataError for a list of values that is damaged."""
         super().__init__(folder)
-        self._folder, self._manifest = folder, manifest
+        self._manifest = manifest
         ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
         self.values = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
 
@@ -345,25 +331,24 @@ class BlockReader(FileSystemReader):
             return info.relative_path, info.offset, info.length
 
         for where, items in groupby(sorted(plan.items, key=place), place):
-            stored = self._load(*where)
+            stored = self.load_block(*where)
             for item in items:
                 target = planner.resolve_tensor(item).detach()
                 spans = zip(item.storage_offsets, item.lengths, strict=True)
                 part = stored[tuple(slice(start, start + count) for start, count in spans)]
                 if part.shape != target.shape:
-                    raise _damaged(self._folder, where[0], len(self._manifest.files))
+                    raise _damaged(self.path, where[0], len(self._manifest.files))
                 target.copy_(part)
                 planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
-    def _load(self, name: str, start: int, length: int) -> Tensor:
-        data = self._manifest.block(self._folder, name, start, length)
+    def load_block(self, name: str, start: int, length: int) -> Tensor:
+        """The tensor that is the block of a file from byte `start` on. Raises DataError."""
+        data = self._manifest.block(self.path, name, start, length)
         try:
             found = load_plain(data)
         except DataError as error:
-            raise DataError(f"{self._folder / name} holds no tensor: {error}") from error
+            raise DataError(f"{self.path / name} holds no tensor: {error}") from error
         return found if isinstance(found, Tensor) else as_bytes(found)
 
     def whole(self, name: str) -> Tensor:
@@ -374,11 +359,11 @@ class BlockReader(FileSystemReader):
         found = sorted(own, key=lambda index: index.offset or (0,))
         if not found:
             raise ConfigError(
-                f"the checkpoint {self._folder} has no {name}, which this run needs: resume with "
+                f"the checkpoint {self.path} has no {name}, which this run needs: resume with "
                 "the settings it was made with"
             )
         places = (stored[index] for index in found)
-        blocks = [self._load(at.relative_path, at.offset, at.length) for at in places]
+        blocks = [self.load_block(at.relative_path, at.offset, at.length) for at in places]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -395,52 +380,28 @@ def as_bytes(value: Any) -> Tensor:
 
 def _of_format_2(folder: Path) -> Manifest:
     """A manifest of a checkpoint that has none, all of whose files are read for it."""
-    if not (folder / METADATA).is_file():
+    if not (folder / SUMS).is_file():
         raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
-    sums = _sums(folder)
-    names = sums or [own.name for own in folder.iterdir() if own.is_file() and own.name != _SUMS]
-    for name in sums:
-        _check_file(folder, name, sums[name][0])
+    try:
+        found = json.loads((folder / SUMS).read_text())
+        sums = {name: (size, sha) for name, (size, sha) in found.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{folder / SUMS} is damaged ({error}): {WAY_OUT}") from error
+    for name, (size, sha) in sums.items():
+        _check_file(folder, name, size)
+        with open_plain(folder / name) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha:
+                raise _damaged(folder, name, len(sums))
     values = _read_metadata(folder, (folder / METADATA).read_bytes())
-    ends: dict[str, set[int]] = {}
+    ends = {name: {size} for name, (size, _) in sums.items()}
     for info in values.storage_data.values():
         ends.setdefault(info.relative_path, set()).add(info.offset + info.length)
-    files, wrong = dict[str, list[Mark]](), []
-    for name in sorted(names):
-        files[name], found = _marks(folder / name, sorted(ends.get(name, ())))
-        if sums and found != sums[name]:
-            wrong.append(name)
-    if wrong:
-        raise _damaged(folder, ", ".join(wrong), len(files))
-    if TRAINER_KEY not in values.state_dict_metadata:
-        raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
-    stored = BlockReader(folder, Manifest({}, files)).whole(TRAINER_KEY)
-    return Manifest(json.loads(json.loads(stored.numpy().tobytes())), files)
-
-
-def _sums(folder: Path) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 of each file; none, with a warning, where an older version wrote it."""
-    path = folder / _SUMS
-    if not path.is_file():
-        logger.warning("%s has no %s: its files are taken as they are", folder, _SUMS)
-        return {}
-    try:
-        return {name: (size, sha) for name, (size, sha) in json.loads(path.read_text()).items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}): {WAY_OUT}") from error
-
-
-def _marks(path: Path, ends: list[int]) -> tuple[list[Mark], tuple[int, str]]:
-    """The marks of a file whose blocks have these ends, and its bytes and SHA-256."""
-    sha, crc, at, marks = hashlib.sha256(), 0, 0, list[Mark]()
-    with open_plain(path) as file:
-        for end in [*ends, None]:  # and what follows the last block
-            while end is None or at < end:
-                data = file.read(min(end - at, _READ_BYTES) if end else _READ_BYTES)
-                if not data:
-                    break
-                sha.update(data)
-                at, crc = at + len(data), zlib.crc32(data, crc)
-            if not marks or at > marks[-1][0]:
-                marks.append((at, crc))
-    return marks, (at, sha.hexdigest())
+    files = dict[str, list[Mark]]()
+    for name in sums:
+        files[name], start, crc = [], 0, 0
+        with open_plain(folder / name) as file:
+            for end in sorted(ends[name]):
+                start, crc = end, zlib.crc32(file.read(end - start), crc)
+                files[name].append((end, crc))
+    header = BlockReader(folder, Manifest({}, files)).whole(TRAINER_KEY)
+    return Manifest(json.loads(json.loads(header.numpy().tobytes())), files)

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -93,26 +94,43 @@ class EvalResult:
     ne: float | None
     samples: int
 
+    def __str__(self) -> str:
+        values = (self.auc, self.logloss, self.ne)
+        shown = ["none" if value is None else f"{value:.6f}" for value in values]
+        metrics = "AUC {}  log loss {}  NE {}".format(*shown)
+        return f"{metrics}  on {self.samples:,} held-out samples"
+
 
 class Evaluation:
     """Collects this rank's logits and labels of one evaluation; the same batches on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: Callable[[np.ndarray, np.ndarray], None] | None = None) -> None:
+        """`take`: called on rank 0 with all logits and labels, float64 `[n]`, in the order of the
+        held-out samples."""
         self.batches = 0
-        self._parts: list[Tensor] = []
+        self._parts: list[np.ndarray] = []
+        self._take = take
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Keep the logits `[b]` (any device) and labels `[b]` of one slice (b may be 0)."""
         pair = [logits.detach().reshape(-1), labels.reshape(-1)]
-        self._parts.append(torch.stack([part.to("cpu", torch.float64) for part in pair]))
+        self._parts.append(torch.stack([p.to("cpu", torch.float64) for p in pair]).numpy())
         self.batches += 1
 
     def finish(self, world: World) -> EvalResult:
         """The metrics over all ranks, equal on every rank; all ranks call this."""
-        local = torch.cat(self._parts, dim=1) if self._parts else torch.zeros(2, 0).double()
         parts: list[Any] | None = [None] * world.size if world.is_first else None
-        dist.gather_object(local.numpy(), parts, dst=0, group=world.host_group)
-        return on_first(world, lambda: measure(*np.concatenate(parts or (), axis=1)))
+        dist.gather_object(self._parts, parts, dst=0, group=world.host_group)
+
+        def measured() -> EvalResult:
+            # A batch is the slices of all ranks, in rank order.
+            batches = [part for batch in zip(*(parts or ()), strict=True) for part in batch]
+            logits, labels = np.concatenate([np.zeros((2, 0)), *batches], axis=1)
+            if self._take is not None:
+                self._take(logits, labels)
+            return measure(logits, labels)
+
+        return on_first(world, measured)
 
 
 def measure(logits: np.ndarray, labels: np.ndarray) -> EvalResult:
@@ -279,9 +297,7 @@ class Progress:
         values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
         rate = {} if phase is None else {"phase_rate": phase.rate}
         self._write({"step": done} | values | rate)
-        shown = ["none" if value is None else f"{value:.6f}" for value in values.values()]
-        metrics = "AUC {}  log loss {}  NE {}".format(*shown)
-        logger.info(f"step {self._done(done)}  {metrics}  on {result.samples:,} held-out samples")
+        logger.info(f"step {self._done(done)}  {result}")
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -336,9 +352,6 @@ def _short(ms: float) -> str:
 # -----------------------------------------------------------------------------
 # How long a stop takes: it writes a checkpoint, for which whoever asks for it may not wait.
 
-LONG_BYTES = 256 << 20
-"""Checkpoints below this are written before anybody loses patience."""
-
 PROBE_BYTES = 64 << 20
 """What is written, and removed, to see how fast the disk is."""
 
@@ -346,8 +359,8 @@ PROBE_BYTES = 64 << 20
 def announce_stop(folder: Path, nbytes: int) -> None:
     """Say how long a stop takes that writes a checkpoint of `nbytes` into `folder`, by what the
     disk does now; a warning where torchrun kills the ranks before. For rank 0."""
-    if nbytes < LONG_BYTES:
-        return
+    if nbytes < 4 * PROBE_BYTES:
+        return  # before anybody loses patience
     data = os.urandom(PROBE_BYTES)
     began = time.perf_counter()
     try:

@@ -85,7 +85,8 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.wait(None if kind is None else self._world.timeout_s)
+        # After an error for as long as others may take, at a second Ctrl-C not at all.
+        self.wait(None if kind is None else self._world.timeout_s * issubclass(kind, Exception))
 
     def asks(self, done: int) -> int:
         """What this rank tells the others with the step that makes it `done` steps: bits."""

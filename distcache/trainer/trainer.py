@@ -66,6 +66,7 @@ from distcache.trainer.schedule import (
     arrange,
     make_schedule,
 )
+from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
 logger = logging.getLogger(__name__)
@@ -337,6 +338,8 @@ def find_start(
     folders: list[Path] = on_first(
         world, lambda: finished(run_dir) if auto else [find(Path(want.resume))]
     )
+    if not folders:
+        return Start()
     with file_world(world, identity.tables) as files:
         for folder in folders:
             if folder in but:
@@ -347,12 +350,10 @@ def find_start(
                 if not auto:
                     raise
                 pass_over(world, error)
-    if folders:
-        raise DataError(
-            f"no checkpoint in {run_dir} is whole ({len(folders)} are damaged): go on from a copy "
-            "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
-        )
-    return Start()
+    raise DataError(
+        f"no checkpoint in {run_dir} is whole ({len(folders)} are damaged): go on from a copy "
+        "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
+    )
 
 
 def pass_over(world: World, error: DataError) -> None:
@@ -383,6 +384,10 @@ class Run:
         try:
             with file_world(self.world, self.identity().tables) as files:
                 begun = self.resume(files)
+                want = self.config.trainer
+                if begun.folder is None and want.init_from is not None:
+                    where = Path(want.init_from), want.init_names or {}
+                    init_from(*where, self.mode, self.tables, self.world)
                 with self.saver(files, begun) as saver:
                     return self.go_on(begun.state, rates, saver)
         finally:
@@ -393,7 +398,7 @@ class Run:
     ) -> TrainResult:
         """Train from `start` on, save, digest and summarise."""
         schedule = self.schedule(start)
-        if self.world.is_first:
+        if self.world.is_first and not schedule.nothing_to_train:
             rows = build.optimizer_spec(self.config).rows()
             floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
             announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmark_checks import check_spread, of, read_report
 from criteo_lines import read_plainly
+from launching import CHECKOUT
 from ranks import run_ranks
 
 from benchmarks import kernels, links, planner, preprocess, rows, step
@@ -160,7 +161,7 @@ REFUSED = (
     (planner, "size=small placements=mixed share=1.5", "share=1.5"),
     (planner, "size=small batch=5000 cache.ratio=0.01 repetitions=1", "slots"),
     (planner, "size=big", "size=big"),
-    (planner, "size=small placements=mixed against=.", "against= takes replicated and sharded"),
+    (planner, "size=small against=tests", "tests has no package distcache"),
     (preprocess, "jobs=other", "jobs=other"),
     (rows, "device=cpu repetitions=0", "repetitions=0"),
     (rows, "device=cpu widths=0", "widths=0"),
@@ -322,6 +323,19 @@ def test_planner(tmp_path) -> None:
     assert plan["index_bytes"] <= 9 * (26213 + 1)
     assert numbers["distinct"] > numbers["misses"] == numbers["evictions"] > 0
     assert plan["sent_per_step"] == {"0": 0.0}
+
+
+def test_planning_threads_of_two_checkouts_take_turns(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out, few = tmp_path / "planner.md", ("warmup=4", "planner_threads=2", "cache.ratio=0.2")
+    assert planner.main([*PLANNER, *few, f"against={CHECKOUT}", f"out={out}"]) == 0
+    _, records = read_report(out, planner.BENCH)
+    two, one = of(records, "planning")
+    assert (two["run"], one["run"]) == ("this, k = 2", "other")
+    for run in (two, one):
+        assert 0 < run["serial"]["min"] < run["path"]["min"] <= run["cpu"]["max"]
+    assert two["path"]["median"] < two["cpu"]["median"] and two["commit"] == one["commit"]
 
 
 KINDS = ("replicated", "sharded", "mixed")

@@ -250,9 +250,9 @@ def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     assert "(measured)" in (tmp_path / "report.md").read_text()
     threads = read_cluster(tmp_path).threads
     assert (threads.name, threads.planner_threads) == ("measured", 1)
-    timed = {name for name in vars(HOST) if getattr(threads, name) != getattr(HOST, name)}
-    assert timed >= {"launch_s", "id_s", "row_s", "planning_s", "name"}
-    assert not timed & {"training_s", "moving_s", "byte_s", "moved_s", "exchange_s"}  # of the table
+    assert min(threads.launch_s, threads.byte_s, threads.row_s) > 0
+    for name in ("training_s", "moving_s", "moved_s", "exchange_s"):  # as the table has them
+        assert getattr(threads, name) == getattr(HOST, name)
 
 
 def test_the_host_is_in_every_step_and_what_binds_is_told(tmp_path: Path, capsys) -> None:

@@ -11,12 +11,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ebc_cases import DENSE, batches, configs, part, using
+from ebc_cases import (
+    DENSE,
+    UPDATES,
+    assert_close,
+    batches,
+    cached,
+    configs,
+    draw,
+    part,
+    plain_optimizer,
+    plain_tables,
+    using,
+    weights_of,
+)
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 
 import distcache
 from distcache.embedding.settings import CacheSettings
@@ -82,6 +98,57 @@ def beside(rank: int, size: int) -> list[float]:
 def test_beside_torchrec() -> None:
     for losses in run_ranks(beside, 2):
         assert len(losses) == 30 and sum(losses[20:]) < sum(losses[:10])
+
+
+def test_to_and_from_torchrec(world) -> None:
+    under = DROP_IN.split("\n## To and from TorchRec\n")[1].split("\n## ")[0]
+    to_ours, back = re.findall(r"```python\n(.*?)```", under, re.DOTALL)
+    using("bags")
+    plain, start = plain_tables(), weights_of(plain_tables())
+    rows = plain_optimizer("adagrad", plain)
+    fused = EmbeddingBagCollection(tables=configs(), device=torch.device("meta"))
+    options = {"lr": UPDATES["adagrad"].lr, "eps": UPDATES["adagrad"].eps}
+    _apply_optimizer_in_backward(torch.optim.Adagrad, fused.parameters(), options)
+    ways = {table.name: table_wise(0) for table in configs()}
+    sharder = EmbeddingBagCollectionSharder()
+    own = construct_module_sharding_plan(
+        fused, ways, sharder, local_size=1, world_size=1, device_type="cpu"
+    )
+    how = {"plan": ShardingPlan({"": own}), "sharders": [sharder]}
+    model = DistributedModelParallel(fused, device=torch.device("cpu"), **how)
+    ebc = cached(rows=200)
+    # From the sums of torch's own optimizer, too.
+    plain.load_state_dict(start)
+    pooled_steps(plain, rows, 0)
+    state = ebc.optimizer.state_dict()
+    for name, bag in plain.embedding_bags.items():
+        state["state"][name]["sum"] = rows.state[bag.weight]["sum"].clone()
+    ebc.load_state_dict(plain.state_dict())
+    ebc.optimizer.load_state_dict(state)
+    pooled_steps(ebc, ebc, 4)
+    exec(back, {"model": model, "ebc": ebc})
+    pooled_steps(model, None, 8)
+    pooled_steps(ebc, ebc, 0)  # to be overwritten
+    exec(to_ours, {"model": model, "ebc": ebc})
+    pooled_steps(ebc, ebc, 12)
+    for first in (4, 8, 12):
+        pooled_steps(plain, rows, first)
+    assert_close(ebc.state_dict(), plain.state_dict())
+    sums = {name: rows.state[bag.weight]["sum"] for name, bag in plain.embedding_bags.items()}
+    state = ebc.optimizer.state_dict()["state"]
+    assert_close({name: own["sum"] for name, own in state.items()}, sums)
+    ebc.close()
+
+
+def pooled_steps(model: nn.Module, rows: Any, first: int) -> None:
+    """Four steps on the batches from `first` on; `rows`: whose `step` updates the tables."""
+    for step in range(first, first + 4):
+        pooled = model(draw(step).sparse_features)
+        getattr(rows, "zero_grad", bool)()
+        pooled = pooled.wait() if hasattr(pooled, "wait") else pooled
+        pooled.values().square().sum().backward()
+        if rows is not None:
+            rows.step()
 
 
 def test_sequences() -> None:

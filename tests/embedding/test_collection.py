@@ -10,6 +10,7 @@ import pickle
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from ebc_cases import (
@@ -39,6 +40,7 @@ from ebc_cases import (
     weights_of,
     written_back,
 )
+from pyarrow import parquet
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import distcache
@@ -391,6 +393,40 @@ def test_state_goes_to_torchrec_and_back() -> None:
     model.load_state_dict(saved(fresh.state_dict()))
     assert_same(weights_of(model), fresh.state_dict())
     assert torch.allclose(model(*given), fresh(*given))
+
+
+def test_tables_go_to_files_and_start_from_them(kind, tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "distcache")
+    ebc = cached(rows=200)
+    model = dlrm(ebc)
+    train(model, ebc, lookahead(batches(3), ebc))  # changed rows are in the cache alone
+    ebc.export(tmp_path / "tables")
+    ebc.export(tmp_path, "parquet", {"t0": np.array([3, 399])})
+    want = {name.split(".")[-2]: value for name, value in weights_of(ebc).items()}
+    rows = parquet.read_table(tmp_path / "t0.parquet")
+    assert rows["id"].to_pylist() == [3, 399]
+    assert rows["vector"].to_pylist() == want["t0"][[3, 399]].tolist()
+    assert [path.name for path in tmp_path.glob("*.parquet")] == ["t0.parquet"]
+
+    more = [*configs()[1:], replace(configs()[0], num_embeddings=500, feature_names=["f8"])]
+    more.append(replace(configs()[2], name="t9", feature_names=["f9"]))
+    grown = cached(tables=more, rows=400)
+    drawn, stream = weights_of(grown), iter(lookahead(batches(3, tables=more), grown))
+    grown(next(stream).sparse_features)  # its rows are cached
+    grown.init_from(tmp_path / "tables", {"t3": "t3.weight"})
+    found = {name.split(".")[-2]: value for name, value in weights_of(grown).items()}
+    want["t0"] = torch.cat([want["t0"], drawn[f"{key_of_tables()}.t0.weight"][400:]])
+    want["t9"] = drawn[f"{key_of_tables()}.t9.weight"]
+    assert_same(found, {name: want[name] for name in found})
+    assert "4 of 5 tables; grown: t0 (the first 400 of 500 rows); not stored: t9" in caplog.text
+    batch = next(stream)
+    ids, rows = batch.sparse_features["f2"].values(), grown(batch.sparse_features)["f2"]
+    if kind == "sequences":  # the cache has the new rows
+        assert torch.equal(rows.values(), want["t2"][ids])
+    with pytest.raises(ConfigError, match="no table is named 't8'"):
+        ebc.export(tmp_path, "parquet", {"t8": np.array([3])})
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
+        ebc.init_from(tmp_path)
 
 
 def test_missing_unexpected_and_misshapen_tables_are_reported(kind) -> None:

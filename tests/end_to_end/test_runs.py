@@ -80,6 +80,35 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert digests(tmp_path / "second") == digests(tmp_path / "whole")
 
 
+def test_a_killed_rank_is_started_again_in_the_same_folder(tmp_path: Path) -> None:
+    """By torchrun: on from the last checkpoint, to the digests of never having died."""
+    how = ("trainer.steps=600", "trainer.checkpoint_every=50", "trainer.log_every=1")
+    run(tmp_path / "whole", 2, *how)
+    job = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1")
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *job, *PROGRAM, *SMALL, *how],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while not list(tmp_path.glob("runs/*/checkpoints/*/manifest.json")):
+            assert time.monotonic() < deadline and agent.poll() is None, "no checkpoint"
+            time.sleep(0.02)
+        ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        output, _ = agent.communicate(timeout=90)
+    finally:
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGKILL)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert agent.returncode == 0 and "resuming at step" in output, output
+    assert summary(folder)["first_step"] > 0 and digests(folder) == digests(tmp_path / "whole")
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "loss" in line] == list(range(1, 601))
+    assert (folder / "checkpoints").stat().st_mode & 0o777 == 0o700
+
+
 def test_models_widths_and_bags_from_the_command_line(tmp_path: Path) -> None:
     shape = (
         *("model=dcn_v2", "model.table_dims=[8,4,8,4]", "model.cross_rank=4"),

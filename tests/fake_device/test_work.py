@@ -160,6 +160,7 @@ def first_steps(call: dict[str, Any]) -> list[float]:
     world = open_world("cuda", "gloo", 60)
     how = CachedSettings("data", (280,), 2, 3, placement=Placement(call["placement"]))
     mode, found = make_mode(world, case, how), []
+    mode.streams.timed_every = 1
     for step in mode.stream(case.batch(s, world.rank, 2) for s in range(case.steps)):
         mode.train_step(step)
         found.append({span.name: span for span in step.flight.spans})

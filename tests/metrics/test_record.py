@@ -209,7 +209,7 @@ def test_what_was_waited_for_says_so() -> None:
 def test_a_stop_that_takes_longer_than_torchrun_waits_is_announced(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(record, "PROBE_BYTES", 1 << 20)
     caplog.set_level(logging.INFO, "distcache")
-    announce_stop(tmp_path, record.LONG_BYTES - 1)
+    announce_stop(tmp_path, 4 * record.PROBE_BYTES - 1)
     announce_stop(tmp_path, 1 << 45)  # nobody waits without torchrun
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-test")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1e6")

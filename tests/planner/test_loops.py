@@ -222,7 +222,7 @@ def test_counts(levels: list[int], step: int, rate: int, seed: int) -> None:
     back = (step * rng.random(len(levels)) ** rng.choice([1, 9])).astype(int).tolist()
     uses = [(level, min(b + 1, 2**30) * rate, row, step)
             for row, (level, b) in enumerate(zip(levels, back, strict=True))]  # fmt: skip
-    tables = ranking.values, ranking.factors
+    tables = ranking.values, ranking.factors, ranking.nearest
     result = by_all(lambda: [loops.count_use(*use, *tables) for use in uses])
     assert result == [counted(level, row, step, age) for level, age, row, step in uses]
 

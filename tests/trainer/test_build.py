@@ -57,7 +57,6 @@ def test_criteo_lines_have_26_tables_and_tables_widths(tmp_path):
 
 def test_changed_files_are_told_from_those_that_a_run_has_seen(world, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
     data, run, resumed = (tmp_path / name for name in ("data", "run", "resumed"))
     for folder in (data, run, resumed):
         folder.mkdir()

@@ -110,7 +110,8 @@ def test_other_data_are_refused_unless_they_are_meant(world, saved, fives, caplo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 2}, "nproc-per-node was 1, is 2"),
+        ({"world_size": 2, "mode": "hybrid"}, "nproc-per-node was 1, is 2"),
+        ({"world_size": 2, "global_batch_size": 0}, "nproc-per-node was 1, is 2"),  # own loaders
         ({"mode": "hybrid"}, r"parallel\.mode was data, is hybrid"),
         ({"dtype": "float32"}, r"trainer\.dtype was float64, is float32"),
         ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
@@ -156,10 +157,10 @@ def test_no_checkpoint_says_what_is_there(world, tmp_path, saved, fives):
 def test_a_failed_save_keeps_the_older_one_and_leaves_nothing(world, tmp_path, saved, fives):
     broken = {"rows": torch.zeros(3, 2), "b": torch.zeros(2, device="meta")}
     with pytest.raises(DistcacheError, match="could not be written: rank 0"):
-        save(saved.with_name("step_9"), world, broken, step=9)
+        save(saved.with_name("step_00000009"), world, broken, step=9)
     assert list(saved.parent.iterdir()) == [saved]
     assert resumed(tmp_path, world, fives).step == 8 and (fives.values["rows"] == 1).all()
-    save(saved.with_name("step_9"), world, fives.values, step=9)
+    save(saved.with_name("step_00000009"), world, fives.values, step=9)
     assert resumed(tmp_path, world, fives).step == 9
 
 

@@ -7,10 +7,12 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 import torch.distributed as dist
@@ -481,6 +483,30 @@ def test_stopped_anywhere_a_loader_goes_on_the_same(make):
         assert [(b.index, b.epoch) for b in whole] == [(step, step // 7) for step in range(14)]
         for batch in whole:
             assert torch.equal(batch.dense, item(batch.index % 7)[0])
+
+
+@pytest.mark.parametrize("make", [Resumable, slices])
+def test_checkpoints_on_the_way_have_the_loaders_place(tmp_path, make):
+    keys = {"run__save": True, "trainer__checkpoint_every": 4} | AUTO
+    whole = digests(fit(None, tmp_path / "whole", make(), **keys))
+    made = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+    assert [path.name for path in (made[0], made[-1])] == ["step_00000004", "step_00000012"]
+    for path in made:
+        how = {"trainer__resume": str(path)} | AUTO
+        assert digests(fit(None, tmp_path / "rest", make(), **how)) == whole
+
+
+def test_positions_that_no_checkpoint_can_have_are_refused_at_the_start(tmp_path):
+    class Odd(Resumable):
+        def state_dict(self):
+            return {"at": checkpoints.Payload(tmp_path / "executed")}
+
+    for position in (None, pickle.dumps(Odd().state_dict()), b"", b"abc"):
+        with pytest.raises(ConfigError, match=r"state_dict\(\) is no position"):
+            opened(Odd(), position)
+    assert not (tmp_path / "executed").exists()
+    older = pickle.dumps({"epoch": 0, "items": 3, "loader": {"at": 3}})  # as format 2 has it
+    assert next(opened(Resumable(), older, 3)[1]).index == 3
 
 
 def test_positions_are_few_and_a_passed_one_is_not_known():

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import numpy as np
 import pytest
 from ranks import run_ranks
 from toy_parallel import ToyParallel, ToySource, toy_run
@@ -79,6 +81,38 @@ def test_resumed_from_any_checkpoint_a_run_has_its_own_bits(tmp_path, size, dela
         assert found["seen"] == [found["whole"]] * 6
     left = {path.name for path in (tmp_path / "saved/checkpoints/step_00000006").iterdir()}
     assert left == {".metadata", "manifest.json", *(f"__{rank}_0.distcp" for rank in range(size))}
+
+
+def part(rank: int, size: int, home: str, first: int, last: int, mode: str) -> tuple:
+    """Steps `first` to `last`, in another folder for each part of a run; its end."""
+    world, folder = open_world("cpu", timeout_s=60), Path(home)
+    made = ToyParallel(world, mode=mode)
+    source = str(folder / f"to-{first}") if first else "never"
+    keys = {"trainer__resume": source, "trainer__steps": last, "parallel__mode": mode}
+    loss = toy_run(world, folder / f"to-{last}", made, ToySource(), **keys).summary["final_loss"]
+    close_world(world)
+    values = checkpoints.tensors(max((folder / f"to-{last}").glob("checkpoints/step_*")))
+    return loss, {name: value.numpy() for name, value in values.items()}
+
+
+WAYS = [
+    [(1, 4, "data"), (3, 9, "resident"), (2, 14, "host")],
+    [(3, 5, "host"), (1, 6, "resident"), (3, 11, "data"), (2, 14, "data")],
+    [(2, 3, "resident"), (3, 14, "data")],
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_ranks_goes_on_in_any_mode(tmp_path, way):
+    expected = run_ranks(part, 1, str(tmp_path / "whole"), 0, 14, "data")[0]
+    first = 0
+    for size, last, mode in way:
+        found = run_ranks(part, size, str(tmp_path / "parts"), first, last, mode)[0]
+        first = last
+    assert found[0] == pytest.approx(expected[0], rel=1e-10)
+    assert found[1].keys() == expected[1].keys() and len(found[1]) > 10
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(found[1][name], value, 1e-10, 1e-10, err_msg=name)
 
 
 def test_the_newest_whole_one_is_gone_on_with_and_metrics_are_cut_back(world, tmp_path, caplog):

@@ -1,0 +1,48 @@
+"""`distcache.checkpoint`: whether checkpoints are whole, what they hold, and format 2's."""
+
+from __future__ import annotations
+
+import shutil
+
+import checkpoints
+import pytest
+import torch
+
+from distcache import checkpoint as entry
+from distcache.trainer.checkpoint import RunIdentity, TrainerState
+
+IDENTITY = RunIdentity("data", 1, "float32", "sgd", 0, 16, None, (("t", 5, 4),))
+VALUES = {"tables.t.weight": torch.ones(5, 4), "applied": torch.tensor(7)}
+
+
+def test_what_checkpoints_are(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    for step in (7, 12):
+        folder, state = run / f"checkpoints/step_{step:08d}", TrainerState(step)
+        checkpoints.save(folder, checkpoints.Plain(VALUES), IDENTITY, state, world)
+
+    def said(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert entry.main(list(words)) == code
+        return "".join(capsys.readouterr())
+
+    assert said(f"verify={run}").count("is whole") == 2
+    shown = said(f"show={run}/checkpoints/step_00000012")
+    assert "step: 12" in shown and "tables.t.weight [5, 4] torch.float32" in shown
+    (folder / "__0_0.distcp").write_bytes(bytes((folder / "__0_0.distcp").stat().st_size))
+    text = said(f"verify={run}", code=1)
+    assert text.count("is whole") == 1 and "step_00000012 is damaged: __0_0.distcp" in text
+    shutil.rmtree(run)
+    checkpoints.save_format_2(run / "model", VALUES, IDENTITY, TrainerState(3))
+    assert "step: 3" in said(f"show={run}") and "has a manifest now" in said(f"convert={run}")
+    assert (run / "model" / "manifest.json").exists() and "is whole" in said(f"verify={run}/model")
+    mode = checkpoints.Plain({name: torch.zeros_like(value) for name, value in VALUES.items()})
+    assert checkpoints.resume(run / "model", mode, IDENTITY, world) == TrainerState(3)
+    assert torch.equal(mode.values["tables.t.weight"], VALUES["tables.t.weight"])
+    assert "there is no checkpoint" in said(f"verify={tmp_path}", code=1)
+
+
+@pytest.mark.parametrize("words", [[], ["verify="], ["verfy=x"]])
+def test_what_it_cannot_read(words, capsys):
+    assert entry.main(words) == 1
+    assert "verify" in capsys.readouterr().err
