@@ -34,7 +34,7 @@ from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
 from distcache.embedding.collection import CachedCollection, RowOptimizer
 from distcache.errors import ConfigError
-from distcache.trainer.checkpoint import TABLES, file_world, fill, finished, make_room
+from distcache.trainer.checkpoint import TABLES, fill, finished, make_room
 from distcache.trainer.checkpoint import save as write_checkpoint
 from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes, in_memory
 
@@ -42,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 _LEFT = re.compile(r"__\d+_0\.distcp|\.metadata|\.shared-\w+")
 """Files that a save leaves which did not end."""
-
-_TIMEOUT_S = 300.0
-"""Longest wait for another rank where no collection says one, seconds."""
 
 _ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
 
@@ -159,26 +156,21 @@ class _Loop:
 
     @contextmanager
     def joined(self, asked: str) -> Iterator[World]:
-        """The ranks, with a group for files; PeerError on rank 0 where it is alone."""
-        with ExitStack() as stack:
-            sizes = list[tuple[str, int, int]]()
-            if self._collections:
-                tables = [collection.tables for collection in self._collections.values()]
-                tables[0].meet(asked, _ON_ALL)
-                world = tables[0].world
-                sizes = [(one.name, one.rows, one.dim) for own in tables for one in own.tables]
-            else:
-                require_group(asked)
-                if has_group():
-                    store = dist.distributed_c10d._get_default_store()
-                    store, place = (
-                        dist.PrefixStore("loop", store),
-                        (dist.get_rank(), dist.get_world_size()),
-                    )
-                    meet(store, *place, embedding_step.ALONE_S, asked, _ON_ALL)
-                world = current_world(torch.device("cpu"), None, _TIMEOUT_S)
-                stack.callback(close_world, world)
-            yield stack.enter_context(file_world(world, sizes))
+        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone."""
+        for collection in self._collections.values():
+            collection.tables.meet(asked, _ON_ALL)
+            yield collection.tables.world
+            return
+        require_group(asked)
+        if has_group():
+            store = dist.PrefixStore("distcache/loop", dist.distributed_c10d._get_default_store())
+            place = dist.get_rank(), dist.get_world_size()
+            meet(store, *place, embedding_step.ALONE_S, asked, _ON_ALL)
+        world = current_world(torch.device("cpu"))
+        try:
+            yield world
+        finally:
+            close_world(world)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

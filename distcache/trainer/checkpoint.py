@@ -320,21 +320,16 @@ class Start:
 
 
 @contextmanager
-def file_world(world: World, tables: Iterable[tuple[str, int, int]]) -> Iterator[World]:
+def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
     """`world` with a CPU group of its own for reading and writing files, also from another thread
-    than the main one, whose patience grows with the `tables` (name, rows, dim).
+    than the main one, whose patience grows with the tables.
 
     The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
     tables; a rank that dies is noticed at once all the same.
     """
-    if world.host_group is None:
-        yield world
-        return
-    largest = 3 * 8 * sum(rows * dim for _, rows, dim in tables)  # Adam in float64
+    largest = 3 * 8 * sum(rows * dim for _, rows, dim in identity.tables)  # Adam in float64
     patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
-    members, some = dist.get_process_group_ranks(world.host_group), world.is_guest
-    how: Any = {"timeout": patience, "backend": "gloo", "use_local_synchronization": some}
-    group: Any = dist.new_group(members, **how)
+    group: Any = dist.new_group(backend="gloo", timeout=patience)
     files = replace(world, host_group=group)
     together(files, lambda: None)  # a rank that leaves early would end those that still join
     try:
@@ -422,11 +417,7 @@ def save(
     try:
         with _told(f"the checkpoint {folder} could not be written"):
             state_dict_saver.save(
-                dict(values),
-                storage_writer=writer,
-                planner=blocks,
-                process_group=world.host_group,
-                no_dist=world.host_group is None,
+                dict(values), storage_writer=writer, planner=blocks, process_group=world.host_group
             )
         together(world, is_good)  # all ranks have read what they write
         on_first(world, lambda: Manifest({"format": FORMAT, **header}, writer.files).write(folder))
@@ -537,7 +528,6 @@ def fill(
             storage_reader=reader,
             planner=CompleteLoadPlanner(set().union(*known)),
             process_group=world.host_group,
-            no_dist=world.host_group is None,
         )
 
 
