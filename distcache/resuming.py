@@ -211,6 +211,7 @@ class _Loop:
         found = {"random": _packed("the random state", _random_state())}
         found["dense"] = _packed("model.state_dict()", dict(self._dense()))
         for path, collection in self._collections.items():
+            collection.tables.require_between_steps("saving")
             own, group = collection.tables, dict(collection.optimizer.param_groups[0])
             del group["params"]
             of_rows = {"steps": list(own.counts), "group": group}

@@ -616,7 +616,6 @@ class CollectionTables:
 
     def saved(self, scratch: Path) -> dict[str, Any]:
         """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
-        self._require_between_steps("saving")
         with suppress(NonFiniteLossError):  # the tables are those before that step
             self._judge(0)
         self.flush()
@@ -638,13 +637,14 @@ class CollectionTables:
         for index, source in found.items():
             self.whole.fill(index, source)
 
-    def _require_between_steps(self, work: str) -> None:
+    def require_between_steps(self, work: str) -> None:
+        """Raise PlanError where row gradients wait to be applied, before `work`."""
         if self.current is not None and self.current.pending:
             raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
 
     def _let_go(self) -> None:
         """Between two steps: bring all rows to the stores, and plan none ahead."""
-        self._require_between_steps("loading")
+        self.require_between_steps("loading")
         self.end_current()
         self.halt()
         self.flush()
