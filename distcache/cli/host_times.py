@@ -20,7 +20,7 @@ from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
 from distcache.layout import TableSpec
 from distcache.ops.reference import put_rows, take_rows
-from distcache.planner.home import ResidentPlanner
+from distcache.planner.home import ResidentPlanner, Threads
 from distcache.planner.victims import DEFAULT
 
 AHEAD = (16, 1)
@@ -45,13 +45,30 @@ _PARCEL, _PIECES = 4 << 20, 16
 @dataclass(frozen=True)
 class Planned:
     """What a planner did for a step, means of `_TIMED` steps: `ids` read, distinct `rows`, of which
-    `fetched` came; `home`: whether rows come and go; `seconds`: the least on its thread's core."""
+    `fetched` came; `home`: whether rows come and go; `seconds`: the least on its thread's core;
+    `serial`: the share of them that several threads would not share."""
 
     ids: float
     rows: float
     fetched: float
     home: bool
     seconds: float
+    serial: float
+
+
+class Counted(Threads):
+    """The thread that calls, and the seconds of its core in what several would share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
+        """See `Threads.each`."""
+        began = time.thread_time()
+        found = super().each(call, arguments)
+        self.seconds += time.thread_time() - began
+        return found
 
 
 def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:
@@ -67,9 +84,6 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     counts = [[1.0, p.ids, p.rows, p.home * p.rows, p.fetched] for p in found]
     planning, by_id, by_row, decided, fetched = fit(counts, [p.seconds for p in found])
     placed = by_row * HOST.placed_s / (HOST.named_s + HOST.placed_s)
-    # A second thread takes half of what several threads share.
-    alone, beside = found[2], plan(_STREAMS[0], _ROOMS[2], threads=2)
-    shared = 2 * (alone.seconds - beside.seconds) / alone.seconds
     return replace(
         HOST,
         planning_s=planning,
@@ -78,7 +92,7 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         placed_s=placed,
         decided_s=decided,
         fetched_s=fetched,
-        serial=min(max(1.0 - shared, 0.0), 1.0),
+        serial=found[len(_ROOMS) - 1].serial,
         planner_threads=planner_threads("auto", world),
         launch_s=_launch_seconds(world.device),
         byte_s=_byte_seconds(),
@@ -92,11 +106,10 @@ def time_planner(
     table_rows: Sequence[int],
     batch: int,
     stream: tuple[float, float] = _STREAMS[0],
-    room: int = _ROOMS[2],
-    threads: int = 1,
+    room: int = _ROOMS[-1],
 ) -> Planned:
     """The planner of one home, which is all that there is, over a stream of `_STREAMS`, with room
-    for the rows of so many steps; `threads`: that plan, of which the first one's time counts."""
+    for the rows of so many steps."""
     share, zipf = stream
     samples = max(1, round(share * batch))
     source = SyntheticSource(SyntheticSpec(table_rows, zipf=zipf, global_batch_size=samples))
@@ -120,16 +133,20 @@ def time_planner(
         [group],
         regions,
         [slots],
-        TableSettings(lookahead=AHEAD[0], prefetch=AHEAD[1], planner_threads=threads),
+        TableSettings(lookahead=AHEAD[0], prefetch=AHEAD[1]),
     )
+    planner.threads = threads = Counted()
+    for region in regions:
+        region.planner.threads = threads
     plans = planner.planned(itertools.cycle(batches), lambda: False)
     for _ in range(_WARM):
         next(plans)
+    threads.seconds = 0.0
     steps = [_timed_plan(plans) for _ in range(_TIMED)]
-    planner.threads.close()
     seconds, rows, fetched = zip(*steps, strict=True)
-    ids = len(batches[0].ids.values)
-    return Planned(ids, float(np.mean(rows)), float(np.mean(fetched)), room > 0, min(seconds))
+    ids, serial = len(batches[0].ids.values), 1.0 - threads.seconds / sum(seconds)
+    means = float(np.mean(rows)), float(np.mean(fetched))
+    return Planned(ids, *means, room > 0, min(seconds), serial)
 
 
 def _timed_plan(plans: Iterator) -> tuple[float, int, int]:

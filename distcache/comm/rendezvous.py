@@ -291,7 +291,8 @@ def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:
         multi_tenant=True,
     )
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Agents that join later count their own restarts; a store of rank 0 is new with its ranks.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     return dist.PrefixStore(f"distcache/{run}/{restart}", store)
 
 

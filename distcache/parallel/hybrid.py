@@ -19,7 +19,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed import comm_ops
@@ -55,7 +56,7 @@ from distcache.engine.movement import MoveCounts
 from distcache.engine.step import Watcher
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-from distcache.optim import dense_optimizer, state_tensors
+from distcache.optim import dense_optimizer, load_state, state_tensors
 from distcache.parallel.base import (
     OptimizerSpec,
     Parallel,
@@ -375,6 +376,41 @@ def row_states(
     return found
 
 
+def saved_states(
+    states: dict[str, ShardedTensor], optimizer: str, rows: int
+) -> dict[str, ShardedTensor]:
+    """A table's states, of `row_states`, as checkpoints of all modes have them: Adagrad's one is
+    `sum`, `[rows, D]` or `[rows, 1]`, in the same memory.
+
+    Column shards with a state of their own for each row have a name that no other mode has, and
+    Adam's states, whose meaning is another one here, keep FBGEMM's names.
+    """
+    if optimizer == "adam":
+        return states
+    found = {}
+    for value in states.values():
+        size = value.metadata().size
+        if size[0] != rows:
+            found["sum_by_column_shard"] = value
+        else:
+            found["sum"] = value if len(size) == 2 else _as_column(value)
+    return found
+
+
+def _as_column(value: ShardedTensor) -> ShardedTensor:
+    """`[rows]` as `[rows, 1]`, in the same memory."""
+
+    def wide(at: ShardMetadata) -> ShardMetadata:
+        return ShardMetadata([*at.shard_offsets, 0], [*at.shard_sizes, 1], at.placement)
+
+    whole = value.metadata()
+    shards = [Shard(own.tensor.unsqueeze(1), wide(own.metadata)) for own in value.local_shards()]
+    size, every = torch.Size([*whole.size, 1]), [wide(at) for at in whole.shards_metadata]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, replace(whole, shards_metadata=every, size=size), process_group=value._process_group
+    )
+
+
 @torch.no_grad()
 def _write_initial(spec: HybridSpec, dmp: DistributedModelParallel) -> None:
     by_table, states = weights(dmp, spec), row_states(dmp, spec)
@@ -615,32 +651,30 @@ class HybridParallel(Parallel):
         return {name: value.detach() for name, value in self._model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Shards of tables and row states as ShardedTensor, dense tensors, and the steps applied.
+        """See `Parallel.state_dict`: tables and row states as ShardedTensor of this rank's shards.
 
         All are the trained memory itself: filling them in place loads them.
         """
-        state: dict[str, Any] = {"counters.steps": self._steps}
-        for name, weight in self._weights.items():
-            state[f"tables.{name}.weight"] = weight
-            for key, value in self._row_states[name].items():
-                state[f"tables.{name}.{key}"] = value
-        state |= {f"dense.{name}": value for name, value in self.dense_state().items()}
+        state: dict[str, Any] = {"applied_steps": torch.tensor(self._steps)}
+        for table in self._spec.tables:
+            own = self._row_states[table.name], self._spec.optimizer.name, table.rows
+            values = {"weight": self._weights[table.name]} | saved_states(*own)
+            state |= {f"tables.{table.name}.{key}": value for key, value in values.items()}
+        state |= {f"dense.{name}": value for name, value in self._model.state_dict().items()}
         optimized = state_tensors(self._dense, self._model)
         return state | {f"dense_optim.{name}": value for name, value in optimized.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy what `state_dict` of this layout gave (same world size and sharding) back."""
-        for key, mine in self.state_dict().items():
-            if not isinstance(mine, Tensor):
-                continue
-            if hasattr(mine, "local_shards"):
-                pairs = zip(mine.local_shards(), state[key].local_shards(), strict=True)
-                for here, there in pairs:
-                    here.tensor.copy_(there.tensor)
-            else:
-                mine.copy_(state[key])
-        self._steps = int(state["counters.steps"])
+        """Take up what `state_dict` gave, once its tensors are filled: they are the trained memory,
+        but for those that torch's modules and optimizers load themselves."""
+        model, optimizer = (
+            {key.removeprefix(own): v for key, v in state.items() if key.startswith(own)}
+            for own in ("dense.", "dense_optim.")
+        )
+        self._model.load_state_dict(model)
+        load_state(self._dense, self._model, optimizer)
+        self._steps = int(state["applied_steps"])
 
     def summary(self) -> dict[str, Any]:
         """This mode's values of `summary.json`. Collective.

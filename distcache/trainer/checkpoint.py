@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata, planner, state_dict_loader, s
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from distcache.comm.link import on_first, together
+from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
 from distcache.engine.snapshot import Snapshot
 from distcache.errors import ConfigError, DistcacheError
@@ -97,8 +97,10 @@ def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
 # -----------------------------------------------------------------------------
 # Planners for `torch.distributed.checkpoint`: big tensors in blocks, nothing left unread.
 
-BLOCK_BYTES = 64 << 20
-"""About how many bytes one block of a table has in a checkpoint."""
+BLOCK_BYTES = 16 << 20
+"""About how many bytes one block of a table has in a checkpoint: few enough that the allocator
+keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
+checksum."""
 
 TABLES = "tables."
 """What begins the names of tables' values."""
@@ -263,6 +265,9 @@ CHECKPOINTS = "checkpoints"
 ONE_FORMAT = frozenset({"data", "resident", "host"})
 """Modes that write the same values and so read one another's checkpoints."""
 
+HYBRID_HAS = frozenset({"sgd", "adagrad", "rowwise_adagrad"})
+"""Optimizers whose rows have the same state in `hybrid` as in the modes of `ONE_FORMAT`."""
+
 
 @dataclass(frozen=True)
 class RunIdentity:
@@ -339,11 +344,13 @@ def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
 
 
 @contextmanager
-def _told(fails: str) -> Iterator[None]:
+def _told(fails: str, world: World) -> Iterator[None]:
     """What fails on the first rank inside is raised on all as an error of this package, which
-    begins with `fails`."""
+    begins with `fails`; PeerError where a rank went away."""
     try:
         yield
+    except RuntimeError as error:  # of gloo: what a rank itself cannot do, DCP gathers
+        raise Waiting(world, "the host group", "a checkpoint's files").explain(error) from error
     except CheckpointException as error:  # which is no `Exception`
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
@@ -415,7 +422,7 @@ def save(
             raise DistcacheError(f"rows that changed meanwhile could not be kept: {error}")
 
     try:
-        with _told(f"the checkpoint {folder} could not be written"):
+        with _told(f"the checkpoint {folder} could not be written", world):
             state_dict_saver.save(
                 dict(values), storage_writer=writer, planner=blocks, process_group=world.host_group
             )
@@ -522,7 +529,7 @@ def fill(
     """Read `tensors`, by name, in place; called by all ranks. `others`: names of values that this
     rank reads otherwise. Raises what `load` says."""
     known = together(world, lambda: set(others))
-    with _told(f"the checkpoint {reader.path} does not fit this run"):
+    with _told(f"the checkpoint {reader.path} does not fit this run", world):
         state_dict_loader.load(
             tensors,
             storage_reader=reader,
@@ -541,13 +548,20 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
     if "run" not in header:
         raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
     saved, wrong = header["run"], []
-    alike = {saved["mode"], identity.mode} <= ONE_FORMAT
+    modes = {saved["mode"], identity.mode}
+    alike = modes <= ONE_FORMAT or identity.optimizer in HYBRID_HAS
     # Loaders of a user's own, whose batches are of any size, have a position on each rank.
     free = {"mode": alike, "world_size": alike and identity.global_batch_size > 0}
     for name, key in KEYS.items():
         was, now = saved[name], getattr(identity, name)
         if was != now and not free.get(name):
             wrong.append(f"{key} was {was}, is {now}")
+    moved = len(modes) > 1 or saved["world_size"] != identity.world_size
+    if "hybrid" in modes and not alike and moved:
+        wrong.append(
+            f"optim={identity.optimizer} has another state of rows in hybrid than elsewhere, and "
+            f"only {', '.join(sorted(HYBRID_HAS))} go on in another mode or number of ranks"
+        )
     before, after = [tuple(table) for table in saved["tables"]], list(identity.tables)
     if len(before) != len(after):
         wrong.append(f"the number of tables was {len(before)}, is {len(after)}")

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config
 
 from distcache.data.own import load_plain
 from distcache.errors import ConfigError, DataError, DistcacheError
@@ -164,14 +165,19 @@ class BlockFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o600)
         self.end = self.crc = 0
+        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; its length in bytes."""
         left = memoryview(data).cast("B")
         count = len(left)
         self.crc = zlib.crc32(left, self.crc)
-        while len(left):
-            left = left[os.write(self._file, left) :]
+        try:
+            while len(left):
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            self.error = error
+            raise
         self.end += count
         return count
 
@@ -233,10 +239,15 @@ class BlockWriter(FileSystemWriter):
         """Write this rank's blocks, each of them in memory once."""
         name, written = f"__{self.rank}_0.distcp", list[WriteResult]()
         if plan.items:
-            with BlockFile(self.path / name) as file:
+            # torch's own checksum of a record would be one pass more, and is never looked at.
+            once = config.patch("save.compute_crc32", False)
+            with BlockFile(self.path / name) as file, once:
                 for item in plan.items:
                     start = file.end
-                    torch.save(in_memory(planner.resolve_data(item)), file)
+                    try:
+                        torch.save(in_memory(planner.resolve_data(item)), file)
+                    except RuntimeError as error:  # ending its archive failed too, and hides why
+                        raise file.error or error from error
                     length, mark = file.end - start, (file.end, file.crc)
                     place = filesystem._StorageInfo(name, start, length)
                     written.append(_Written(item.index, length, place, mark))

@@ -129,6 +129,8 @@ class Saver:
         self.wait()
         self._began, self._due = time.monotonic(), False
         if state == self.last:
+            if not periodic:  # the run before this one may have ended before it came to that
+                on_first(self._world, lambda: prune(self.folder, self._keeping))
             return
         self._mode.flush()
         try:
@@ -137,6 +139,8 @@ class Saver:
             raise
         except DistcacheError as error:
             if not periodic:
+                if self._world.is_first:  # also of old rows that came while one was removed
+                    prune(self.folder, self._keeping)
                 raise
             self._say(state, error)
 

@@ -16,9 +16,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from distcache.comm.link import on_first
+from distcache.comm.link import PLANNING, host_link, on_first
 from distcache.comm.world import World
 from distcache.config.checks import cadence
 from distcache.config.tree import Config
@@ -105,9 +104,8 @@ class StopRequest:
 
     def agreed(self, world: World) -> int | None:
         """The signal that some rank got (the highest number), or None; all ranks call this."""
-        value = torch.tensor([self.signal or 0])
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=world.host_group)
-        return int(value) or None
+        mine, link = torch.tensor(self.signal or 0), host_link(world)
+        return int(link.start_all_gather(mine, PLANNING, "who is to stop")().max()) or None
 
 
 # -----------------------------------------------------------------------------

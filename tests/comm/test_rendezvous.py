@@ -129,6 +129,11 @@ def test_keys_carry_the_run_and_its_restart(launched, monkeypatch):
     stores[0].set("handover", "{}")
     assert server.check(["distcache/job7/0/handover"])
     assert not stores[1].check(["handover"])
+    # A store of rank 0 is new each time, and an agent that joins later counts its own restarts.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    for restart in ("2", "0"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        assert open_store(Place(1, 2, 1, 2), timeout_s=10).check(["handover"])
 
 
 def test_a_rank_waits_for_rank_0_and_says_so(launched, monkeypatch, caplog) -> None:

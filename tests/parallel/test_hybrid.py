@@ -96,13 +96,13 @@ def ended(hybrid: HybridParallel, case: Scenario, losses: list[float]) -> Outcom
 
 
 def copy_state(hybrid: HybridParallel) -> dict[str, torch.Tensor]:
-    """Copies of all local tensors of the state."""
+    """Copies of all local tensors of the state, but for the count of steps."""
     copies = {}
     for key, value in hybrid.state_dict().items():
         if hasattr(value, "local_shards"):
             shards = enumerate(value.local_shards())
             copies |= {f"{key}/{i}": shard.tensor.clone() for i, shard in shards}
-        elif isinstance(value, torch.Tensor):
+        elif key != "applied_steps":
             copies[key] = value.clone()
     return copies
 
@@ -167,7 +167,7 @@ def stop_and_resume_is_bitwise(world: World, folder: str) -> None:
                 state = hybrid.state_dict()
                 dcp.load(state, checkpoint_id=path)
                 hybrid.load_state_dict(state)
-                assert hybrid.state_dict()["counters.steps"] == 5
+                assert hybrid.state_dict()["applied_steps"] == 5
             else:
                 [hybrid.train_step(step) for step in steps[:5]]
                 dcp.save(hybrid.state_dict(), checkpoint_id=path)
@@ -213,7 +213,7 @@ def a_loss_that_is_not_finite_changes_nothing_and_rates_act_at_once(
     hybrid.set_lr(0.0, 0.0)
     changed, _ = changed_by(good)
     assert not any(key.startswith("dense.") or ".weight/" in key for key in changed)
-    assert any("momentum1" in key for key in changed)
+    assert any(".sum/" in key for key in changed)
     hybrid.close()
     hybrid.close()
 

@@ -110,9 +110,7 @@ def test_other_data_are_refused_unless_they_are_meant(world, saved, fives, caplo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 2, "mode": "hybrid"}, "nproc-per-node was 1, is 2"),
         ({"world_size": 2, "global_batch_size": 0}, "nproc-per-node was 1, is 2"),  # own loaders
-        ({"mode": "hybrid"}, r"parallel\.mode was data, is hybrid"),
         ({"dtype": "float32"}, r"trainer\.dtype was float64, is float32"),
         ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
         ({"seed": 1}, r"trainer\.seed was 0, is 1"),
@@ -121,6 +119,7 @@ def test_other_data_are_refused_unless_they_are_meant(world, saved, fives, caplo
         ({"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))}, "7 rows x 4, is t_cat_1 with 8 rows"),
         ({"mode": "resident"}, None),  # modes of one format read one another's
         ({"mode": "host"}, None),
+        ({"world_size": 2, "mode": "hybrid"}, None),
     ],
 )
 def test_another_run_is_refused_before_anything_changes(world, saved, fives, change, message):
@@ -130,6 +129,16 @@ def test_another_run_is_refused_before_anything_changes(world, saved, fives, cha
     with pytest.raises(ConfigError, match=message):
         resumed(saved, world, fives, **change)
     assert (fives.values["rows"] == 5.0).all()
+
+
+@pytest.mark.parametrize("modes", [("data", "hybrid"), ("hybrid", "data"), ("hybrid", "hybrid")])
+def test_an_optimizer_that_hybrid_has_otherwise_is_refused_by_name(world, tmp_path, fives, modes):
+    adam = replace(IDENTITY, optimizer="adam", mode=modes[0])
+    checkpoints.save(tmp_path / STEP, fives, adam, STATE, world)
+    message = "optim=adam has another .*only adagrad, rowwise_adagrad, sgd"
+    with pytest.raises(ConfigError, match=message):
+        resumed(tmp_path, world, fives, optimizer="adam", mode=modes[1], world_size=2)
+    assert resumed(tmp_path, world, fives, optimizer="adam", mode=modes[0]) == STATE
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,296 @@
+"""Checkpoints: how fast they are written and read beside plain files of the same sizes, and what a
+write in the background takes from training: `python -m benchmarks.checkpoint`, or under `torchrun`
+for several ranks (then without training).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.options import option
+from benchmarks.ranks import opened_world
+from benchmarks.report import Bench, Column, Record, Section, run_bench
+from benchmarks.setting import compose_setting
+from benchmarks.turns import ratio_record, shown, shown_range, spread, take_turns
+from distcache.comm.link import on_first, together
+from distcache.comm.rendezvous import find_place
+from distcache.comm.world import World
+from distcache.engine.gradients import BUSY
+from distcache.parallel.base import Parallel
+from distcache.trainer import build, checkpoint
+from distcache.trainer.checkpoint import BLOCK_BYTES, CHECKPOINTS, Start, TrainerState, file_world
+from distcache.trainer.saving import Keeping, Saver
+from distcache.trainer.trainer import identity_of
+
+log = logging.getLogger("distcache.benchmarks.checkpoint")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """The keys of the command line."""
+
+    rows: int = option(2_000_000, "rows of the largest of three tables, of all ranks", least=8)
+    width: int = option(64, "of the tables", least=4)
+    batch: int = option(2048, "samples of a step", least=1)
+    repetitions: int = option(4, "turns of each", least=1)
+    steps: int = option(30, "steps of a turn without a write, and as many first ones", least=1)
+    threads: int = option(1, "of torch")
+    folder: str = option("", "where the files go meanwhile; empty: the system's folder for such")
+    out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+
+def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Record]:
+    """Turns of files, then of steps; by all ranks."""
+    rows = [options.rows, options.rows // 4, options.rows // 100]
+    own = [f"data.table_rows={rows}", f"model.embedding_dim={options.width}", "cache.ratio=0.02"]
+    own += [f"model.dense_arch=[512,256,{options.width}]", "optim=adagrad", "trainer.resume=never"]
+    own += [f"data.global_batch_size={options.batch}", f"trainer.threads={options.threads}"]
+    config = compose_setting("small", [*own, *overrides], find_place())
+    with opened_world("cpu") as world:
+        source = build.build_source(config)
+        tables = build.build_tables(config, source)
+        model = build.build_dense(config, tables, source.dense_features)
+        mode = build.build_parallel(config, world, tables, model, source)
+        identity = identity_of(config, world, source, tables)
+        header = {"run": asdict(identity)}
+        try:
+            with scratch(world, options.folder) as home, file_world(world, identity) as files:
+                records = rates(Files(mode, files, home, header, identity), options.repetitions)
+                if world.size == 1:
+                    records += beside((mode, files, home, header), source, options)
+        finally:
+            mode.close()
+    return records
+
+
+@contextmanager
+def scratch(world: World, folder: str) -> Any:
+    """A folder for the files of all ranks, gone at the end."""
+    name = on_first(world, lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=folder or None))
+    try:
+        yield Path(name)
+    finally:
+        if world.is_first:
+            shutil.rmtree(name, ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
+# Files.
+
+
+@dataclass
+class Files:
+    """What is written and read: a checkpoint of `mode`, and a plain file of each rank with its
+    share of the same values."""
+
+    mode: Parallel
+    world: World
+    home: Path
+    header: Record
+    identity: checkpoint.RunIdentity
+
+    def __post_init__(self) -> None:
+        self.folder = self.home / CHECKPOINTS / "step_00000001"
+        self.plain = self.home / f"plain{self.world.rank}"
+        self.blocks = [block for value in self.mode.state_dict().values() for block in cut(value)]
+        self.blocks = self.blocks[self.world.rank :: self.world.size]
+        self.nbytes = sum(len(block) for block in self.blocks)
+        self.buffer = np.empty(BLOCK_BYTES, np.uint8)
+        self.buffer[:] = 1
+
+    def timed(self, work: Callable[[], None], paths: Sequence[Path]) -> float:
+        """Seconds of all ranks' `work`, before which the system keeps nothing of `paths`."""
+        for path in (own for found in paths for own in [found, *found.glob("*")] if own.is_file()):
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+        together(self.world, lambda: None)
+        began = time.perf_counter()
+        work()
+        together(self.world, lambda: None)
+        return time.perf_counter() - began
+
+    def save(self) -> None:
+        """A checkpoint."""
+        values = checkpoint.captured(self.mode, {}, False)
+        header = self.header | TrainerState(1).header()
+        checkpoint.save(self.folder, values, header, self.world)
+
+    def restore(self) -> None:
+        """Read it again, compared with its checksums."""
+        start = checkpoint.compare(self.folder, self.identity, self.world)
+        checkpoint.load(start, self.mode, self.world)
+
+    def write(self) -> None:
+        """A plain file."""
+        file = os.open(self.plain, os.O_WRONLY | os.O_CREAT, 0o600)
+        for block in self.blocks:
+            while len(block):
+                block = block[os.write(file, block) :]
+        os.fsync(file)
+        os.close(file)
+
+    def read(self) -> None:
+        """It again."""
+        with self.plain.open("rb", buffering=0) as file:
+            while file.readinto(memoryview(self.buffer)):
+                pass
+
+    def copy(self) -> None:
+        """What one core has to do: copy, and add up."""
+        crc = 0
+        for block in self.blocks:
+            part = self.buffer[: len(block)]
+            part[:] = np.frombuffer(block, np.uint8)
+            crc = zlib.crc32(part, crc)
+
+
+def cut(value: Any) -> list[memoryview]:
+    """A tensor's bytes in blocks as checkpoints have them."""
+    data = memoryview(value.detach().contiguous().numpy().reshape(-1).view(np.uint8))
+    return [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
+
+
+def rates(files: Files, repetitions: int) -> list[Record]:
+    """Gigabytes a second of each, in turns, and the ratios."""
+
+    writers = {"save": files.save, "plain write": files.write, "copy, checksum": files.copy}
+    readers = {"restore": files.restore, "plain read": files.read}
+    found: dict[str, list[float]] = {}
+    size, world = sum(together(files.world, lambda: files.nbytes)), files.world.size
+    for repetition in range(repetitions):
+        log.info("files, repetition %d", repetition)
+        files.plain.unlink(missing_ok=True)
+        checkpoint.make_room(files.world, files.folder)
+        for part, paths in ((writers, []), (readers, [files.folder, files.plain])):
+            order = list(part)[:: 1 if repetition % 2 else -1]
+            for name in order:
+                seconds = files.timed(part[name], paths)
+                found.setdefault(name, []).append(size / 1e9 / seconds)
+    files.plain.unlink()
+    common = {"ranks": world, "gigabytes": size / 1e9}
+    records = [
+        {"kind": "rate", "who": who, **common, "rate": spread(v)} for who, v in found.items()
+    ]
+    for own, other in (("save", "plain write"), ("restore", "plain read")):
+        least = [min(*pair) for pair in zip(found[other], found["copy, checksum"], strict=True)]
+        yardstick = f"{other} or copy, checksum"
+        records.append(ratio_record(own, other, found, bar=""))
+        values = {own: found[own], yardstick: least}
+        records.append(ratio_record(own, yardstick, values, bar="at least 0.70"))
+    return records
+
+
+# -----------------------------------------------------------------------------
+# Steps beside a write.
+
+
+def beside(
+    parts: tuple[Parallel, World, Path, Record], source: Any, options: CheckpointOptions
+) -> list[Record]:
+    """Steps without and with a write in the background, in turns of one stream."""
+    mode, files, home, header = parts
+    stream = mode.stream(source.train_batch(step, 0, 1) for step in range(1_000_000))
+    mode.set_lr(0.01, 0.01)
+    how = (home, Start()), mode, files, header, lambda state: {}, Keeping()
+    pauses, writes = list[float](), list[float]()
+
+    def step() -> float:
+        began = time.perf_counter()
+        one = next(stream)
+        mode.train_step(one)
+        done.append(one.batch.index)
+        return 1e3 * (time.perf_counter() - began)
+
+    def alone(_: int) -> list[float]:
+        return [step() for _ in range(options.steps)]
+
+    def with_write(_: int) -> list[float]:
+        log.info("a write beside step %d", done[-1])
+        began = time.perf_counter()
+        saver.write(TrainerState(done[-1] + 1), {})
+        pauses.append(1e3 * (time.perf_counter() - began))
+        found = [step()]
+        while saver.asks(0) & BUSY:
+            found.append(step())
+        writes.append(time.perf_counter() - began)
+        saver.settle()
+        return found
+
+    done = list[int]()
+    with Saver(*how) as saver:
+        alone(0)
+        turns = take_turns({"alone": alone, "beside a write": with_write}, options.repetitions)
+    stream.close()
+    records: list[Record] = []
+    for who, found in turns.items():
+        steps = [ms for turn in found for ms in turn]
+        records.append({"kind": "step", "who": who, "steps": len(steps), "ms": spread(steps)})
+        records[-1]["p99"] = float(np.percentile(steps, 99))
+    records[-1] |= {"pause_ms": spread(pauses), "write_s": spread(writes)}
+    medians = {who: [float(np.median(turn)) for turn in found] for who, found in turns.items()}
+    return [*records, ratio_record("beside a write", "alone", medians, bar="at most 1.05")]
+
+
+SECTIONS = (
+    Section(
+        "Files",
+        "Gigabytes a second, median [quartiles] over the turns: writing with fsync, reading cold "
+        "(`posix_fadvise`). Plain: as many processes write the same bytes from memory in blocks of "
+        "16 MiB, and read them into one buffer. Copy, checksum: one core copies each block and "
+        "takes its CRC-32.",
+        "rate",
+        (
+            Column("who", "who"),
+            Column("ranks", "ranks"),
+            Column("GB", "gigabytes", ".2f"),
+            Column("GB/s", "rate", shown()),
+        ),
+    ),
+    Section(
+        "Steps",
+        "Milliseconds of a step on one rank: median [quartiles] over all steps of the turns. The "
+        "pause is what the step boundary takes at which a write begins.",
+        "step",
+        (
+            Column("who", "who"),
+            Column("steps", "steps", ","),
+            Column("ms", "ms", shown()),
+            Column("p99 ms", "p99", ".1f"),
+            Column("pause ms", "pause_ms", shown(1)),
+            Column("write s", "write_s", shown()),
+        ),
+    ),
+    Section(
+        "Ratios",
+        "Within a turn: median [quartiles] over the repetitions, and the range. Files: of rates, "
+        "beside the slower of plain files and one core's copy and checksum too; steps: of medians.",
+        "ratio",
+        (
+            Column("pair", lambda record: f"{record['numerator']} / {record['denominator']}"),
+            Column("ratio", "ratio", shown(3)),
+            Column("range", "ratio", shown_range(3)),
+            Column("bar", "bar"),
+        ),
+    ),
+)
+
+BENCH = Bench("Checkpoints", CheckpointOptions, measure, SECTIONS, overrides=True)
+main = partial(run_bench, BENCH)
+
+if __name__ == "__main__":
+    sys.exit(main())
