@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distcache.engine.gradients import DenseGradients
     from distcache.fitting import fit
     from distcache.layout import TableSpec
+    from distcache.resuming import load, save
 
 __all__ = [
     "CachedEmbeddingBagCollection",
@@ -32,14 +33,18 @@ __all__ = [
     "TableSpec",
     "clip_grad_norm_",
     "fit",
+    "load",
     "lookahead",
     "optim",
+    "save",
 ]
 
 _MODULES = {
     "DenseGradients": "distcache.engine.gradients",
     "TableSpec": "distcache.layout",
     "fit": "distcache.fitting",
+    "load": "distcache.resuming",
+    "save": "distcache.resuming",
 }
 """Where names are that `distcache.embedding`, with TorchRec, does not have."""
 

@@ -337,6 +337,32 @@ def wait_until(
         time.sleep(0.02)
 
 
+def meet(store: dist.Store, rank: int, size: int, limit_s: float, asked: str, way_out: str) -> None:
+    """Let rank 0 of `size` see whether it is alone with what it `asked` for; `way_out`: what to do.
+
+    Raises PeerError on rank 0, and changes nothing, where no other comes within `limit_s` seconds.
+    """
+    if size == 1:
+        return
+    if rank > 0:
+        store.add("meet/others", 1)
+        return
+    others, met = named_ranks(range(1, size)), store.add("meet/rank 0", 0) * (size - 1)
+
+    def has_company() -> bool:
+        if (failure := failure_of_others(store, 0)) is not None:
+            raise PeerError(failure.message)
+        return store.add("meet/others", 0) > met
+
+    try:
+        wait_until(has_company, limit_s, lambda: f"{others} to ask for {asked} too")
+    except TimeoutError:
+        raise PeerError(
+            f"rank 0 asked for {asked}, and {others} did not within {limit_s:g} s: {way_out}"
+        ) from None
+    store.add("meet/rank 0", 1)
+
+
 def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
     """Rank 0: hand a JSON value to all other ranks, and wait a few seconds for them to read it.
 

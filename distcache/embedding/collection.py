@@ -317,6 +317,8 @@ class CachedCollection(nn.Module):
         self._member = Membership(recipe, process_group, timeout_s)
         self.optimizer = RowOptimizer(self._member, recipe)
         self._frozen: set[str] = set()
+        self.is_aside = False
+        """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=recipe.device))
         """Empty: its `requires_grad` says whether the tables train."""
 
@@ -542,6 +544,8 @@ class CachedCollection(nn.Module):
     ) -> None:
         """Whole tables in original ids, after a flush, as views of the store (on several nodes
         copies, one on each); by all ranks."""
+        if self.is_aside:
+            return
         for table, (weight, _) in self.tables.views():
             destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
 
@@ -556,6 +560,8 @@ class CachedCollection(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Take whole tables; by all ranks. Keys and errors as nn.Module reports them."""
+        if self.is_aside:
+            return
         found: dict[int, Tensor] = {}
         expected = set()
         for index, table in enumerate(self._recipe.lookups.specs):

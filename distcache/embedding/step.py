@@ -14,7 +14,9 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
-from distcache.comm.rendezvous import failure_of_others, named_ranks, record_failure, wait_until
+from distcache.comm.rendezvous import meet, record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
@@ -43,7 +45,7 @@ from distcache.engine.step import (
 )
 from distcache.engine.tables import CachedTables, StepRows
 from distcache.engine.whole import Part
-from distcache.errors import DataError, NonFiniteLossError, PeerError, PlanError
+from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
@@ -74,6 +76,10 @@ for a look-ahead that nobody holds, which ranks that leave theirs at the same st
 ALONE_S = 20.0
 """How long rank 0 waits for any other rank to ask for whole tables too, seconds. All are at the
 same step: if none comes in this time, it is most likely a loop's `if rank == 0:` that asks."""
+
+_ALL_ASK = (
+    "rows lie on all devices, so call it on all ranks, outside `if rank == 0:`, and save on one"
+)
 
 
 class OpenStep:
@@ -317,7 +323,7 @@ class CollectionTables:
             self.engine = CachedTables(*parts, popularity, self._checked)
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
-        self.skipped = self._asked = 0
+        self.skipped = 0
         self.whole = self.engine.whole_tables
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
@@ -593,38 +599,36 @@ class CollectionTables:
     ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
         """Flush; then each table with its weights and state, see `WholeTables.views`. Raises
         PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`."""
-        self._meet()
+        self.meet()
         self.flush()
         return self.whole.views(states)
 
-    def _meet(self) -> None:
-        """Let rank 0 see whether it is alone: changed rows lie on every rank's device."""
-        world, key = self.world, f"whole/{self._asked}"
-        if world.rank:
-            world.store.add(key, 1)
-        elif world.size > 1:
-            others, limit = named_ranks(range(1, world.size)), min(ALONE_S, world.timeout_s)
-
-            def has_company() -> bool:
-                if (failure := failure_of_others(world.store, 0)) is not None:
-                    raise PeerError(failure.message)
-                return world.store.add(key, 0) > 0
-
-            try:
-                wait_until(has_company, limit, lambda: f"{others} to ask for state_dict() too")
-            except TimeoutError:
-                raise PeerError(
-                    f"rank 0 asked for state_dict(), and {others} did not within {limit:g} s: rows "
-                    "lie on all devices, so call it on all ranks, outside `if rank == 0:`, and save"
-                    " on one"
-                ) from None
-        self._asked += 1
+    def meet(self, asked: str = "state_dict()", way_out: str = _ALL_ASK) -> None:
+        """Let rank 0 see whether it is alone with what it `asked` for; see `rendezvous.meet`."""
+        world, limit = self.world, min(ALONE_S, self.world.timeout_s)
+        meet(world.store, world.rank, world.size, limit, asked, way_out)
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
         self._let_go()
         self.whole.replace(parts, is_state)
         self.engine.forget()
+
+    def saved(self, scratch: Path) -> dict[str, Any]:
+        """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
+        with suppress(NonFiniteLossError):  # the tables are those before that step
+            self._judge(0)
+        self.flush()
+        return self.whole.state(scratch)
+
+    @contextmanager
+    def loading(self, scratch: Path) -> Iterator[dict[str, Any]]:
+        """What `saved` gave, to be filled inside; between two steps."""
+        self._let_go()
+        self.engine.forget()
+        state = self.whole.state(scratch, filled=False)
+        yield state
+        self.whole.load(state)
 
     def fill(self, found: Mapping[int, Stored]) -> None:
         """Let tables, by index, start from stored weights, see `WholeTables.fill`."""
@@ -633,10 +637,14 @@ class CollectionTables:
         for index, source in found.items():
             self.whole.fill(index, source)
 
+    def require_between_steps(self, work: str) -> None:
+        """Raise PlanError where row gradients wait to be applied, before `work`."""
+        if self.current is not None and self.current.pending:
+            raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
+
     def _let_go(self) -> None:
         """Between two steps: bring all rows to the stores, and plan none ahead."""
-        if self.current is not None and self.current.pending:
-            raise PlanError("row gradients wait: call ebc.step() or zero_grad() before loading")
+        self.require_between_steps("loading")
         self.end_current()
         self.halt()
         self.flush()

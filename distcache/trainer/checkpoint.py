@@ -10,7 +10,7 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -508,14 +508,7 @@ def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | N
     (reader,), values = readers, mode.blank_state() | (extra or {})
     given = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     tensors = {name: value for name, value in values.items() if name not in given}
-    known = together(world, lambda: set(given))
-    with _told(f"the checkpoint {folder} does not fit this run", world):
-        state_dict_loader.load(
-            tensors,
-            storage_reader=reader,
-            planner=CompleteLoadPlanner(set().union(*known)),
-            process_group=world.host_group,
-        )
+    fill(reader, tensors, given, world)
 
     def read() -> None:
         for name, blank in given.items():
@@ -530,6 +523,21 @@ def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | N
         logger.info("resuming at step %s from %s", f"{start.state.step:,}", folder)
 
 
+def fill(
+    reader: BlockReader, tensors: dict[str, Tensor], others: Iterable[str], world: World
+) -> None:
+    """Read `tensors`, by name, in place; called by all ranks. `others`: names of values that this
+    rank reads otherwise. Raises what `load` says."""
+    known = together(world, lambda: set(others))
+    with _told(f"the checkpoint {reader.path} does not fit this run", world):
+        state_dict_loader.load(
+            tensors,
+            storage_reader=reader,
+            planner=CompleteLoadPlanner(set().union(*known)),
+            process_group=world.host_group,
+        )
+
+
 def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
     """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
     if header["format"] not in (2, FORMAT):
@@ -537,6 +545,8 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
             f"{folder} has checkpoint format {header['format']}, this version reads up to {FORMAT}"
             ": resume with the version that wrote it"
         )
+    if "run" not in header:
+        raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
     saved, wrong = header["run"], []
     modes = {saved["mode"], identity.mode}
     alike = modes <= ONE_FORMAT or identity.optimizer in HYBRID_HAS

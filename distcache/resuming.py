@@ -1,0 +1,371 @@
+"""`distcache.save` and `distcache.load`: a loop of one's own that stops after any step and goes on
+as if it had not.
+
+A checkpoint has the format of a run's (`trainer.manifest`). Tables and their optimizer state lie in
+it once, in original ids, whatever the ranks. Of all else each rank has its own, and what is the
+same on all of them is written once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from distcache.comm.link import agree_on, on_first, together
+from distcache.comm.rendezvous import meet
+from distcache.comm.world import World, close_world, current_world, has_group, require_group
+from distcache.data.own import load_plain
+from distcache.embedding import step as embedding_step
+from distcache.embedding.collection import CachedCollection, RowOptimizer
+from distcache.errors import ConfigError
+from distcache.trainer.checkpoint import TABLES, fill, finished, make_room
+from distcache.trainer.checkpoint import save as write_checkpoint
+from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes, in_memory
+
+logger = logging.getLogger(__name__)
+
+_LEFT = re.compile(r"__\d+_0\.distcp|\.metadata|\.shared-\w+")
+"""Files that a save leaves which did not end."""
+
+_ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
+
+_SHOWN = 3
+"""Differences that an error names."""
+
+
+def save(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of a training loop between two steps; called by all ranks.
+
+    `path`: a folder of its own for each checkpoint, such as `checkpoints/step_00001000`; `model`:
+    with any cached collections, whose tables and optimizers are saved along, or none, DDP around it
+    or not; `optimizers`: of the dense part; `step`: how many are done; `extra`: whatever else the
+    loop goes on from, each rank's own (states of schedulers, scalers, generators, the position of
+    a loader): numbers, texts, tensors, and lists and dictionaries of these. Random states of
+    torch, Python and NumPy are saved too. A look-ahead may be open.
+
+    Raises ConfigError, before anything is written, for a path that is taken and for values that
+    could not be read without running code, PeerError on rank 0 where it is alone, and
+    DistcacheError where it cannot be written: then nothing is left of it.
+    """
+    folder, loop = Path(path), _Loop(model, optimizers)
+    with loop.joined("distcache.save") as world:
+        own = dict[str, Tensor]()
+        together(world, lambda: own.update(loop.own_values(extra or {})))
+        like = loop.described()
+        agree_on(world, {"path": str(folder), "step": step} | like)
+        on_first(world, lambda: _require_free(folder))
+        make_room(world, folder)
+        values = loop.tables(folder.parent)
+        sums = {name: hashlib.sha256(value.numpy()).digest() for name, value in own.items()}
+        by_rank = together(world, lambda: sums)
+        for name, value in own.items():
+            alike = all(found.get(name) == sums[name] for found in by_rank)
+            values[name if alike else _of_rank(world.rank, name)] = value
+        told = {"like": like, "ranks": world.size}
+        write_checkpoint(folder, values, {"step": int(step), "loop": told}, world)
+
+
+def load(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    missing_ok: bool = False,
+) -> tuple[int, dict[str, Any]]:
+    """Take back what `save` wrote to `path`, or the newest of `path/step_*`; (step, extra).
+
+    Called by all ranks, with a model and optimizers as they were saved, before the loop. Tensors
+    in `extra` come back on the CPU. At another number of ranks tables, dense part and optimizers
+    are loaded; random states stay as they are, and of `extra` comes what was the same on all ranks:
+    a warning says so. `missing_ok`: without a checkpoint there (0, {}).
+
+    Raises ConfigError where there is none or it is one of something else, naming both, and
+    DataError where it is damaged as far as its lists tell, before anything has changed; DataError
+    for a damaged block of a table, after which the tables are nobody's until another load.
+    """
+    loop = _Loop(model, optimizers)
+    with loop.joined("distcache.load") as world:
+        agree_on(world, {"path": str(path)} | loop.described())
+        folder = on_first(world, lambda: _find(Path(path), missing_ok))
+        if folder is None:
+            return 0, {}
+        manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
+        told = _compare(folder, manifest, loop.described())
+        readers, own = list[BlockReader](), dict[str, Any]()
+
+        def read() -> None:
+            readers.append(BlockReader(folder, manifest))
+            own.update(_read_own(readers[0], world, told["ranks"]))
+
+        together(world, read)
+        loop.fill(readers[0], world, folder.parent)
+        loop.take(own)
+        if world.is_first:
+            logger.info("going on at step %s from %s", f"{manifest.header['step']:,}", folder)
+        return manifest.header["step"], _named(own, "extra.")
+
+
+# -----------------------------------------------------------------------------
+# The parts of a loop, and their names: `tables.<collection>.<table>.<value>`, `rows.<collection>`,
+# `dense`, `optimizer.<number>`, `extra.<key>`, `random`; of one rank `own.<rank>.<name>`.
+
+
+class _Loop:
+    """What of a loop a checkpoint has. Raises ConfigError for what it cannot have."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+            inner = getattr(model, "_orig_mod", None)  # of torch.compile
+            model = model.module if inner is None else inner
+        self._model = model
+        named = model.named_modules()
+        self._collections = {name: m for name, m in named if isinstance(m, CachedCollection)}
+        for at, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(
+                    f"optimizers[{at}] is a {type(optimizer).__name__}, no torch.optim.Optimizer: "
+                    "give its state_dict() in extra"
+                )
+        own = [collection.optimizer for collection in self._collections.values()]
+        self._optimizers = [one for one in optimizers if not any(one is of for of in own)]
+        if any(isinstance(one, RowOptimizer) for one in self._optimizers):
+            raise ConfigError("optimizers has that of a collection which is not in the model")
+
+    @contextmanager
+    def joined(self, asked: str) -> Iterator[World]:
+        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone."""
+        for collection in self._collections.values():
+            collection.tables.meet(asked, _ON_ALL)
+            yield collection.tables.world
+            return
+        require_group(asked)
+        if has_group():
+            store = dist.PrefixStore("distcache/loop", dist.distributed_c10d._get_default_store())
+            place = dist.get_rank(), dist.get_world_size()
+            meet(store, *place, embedding_step.ALONE_S, asked, _ON_ALL)
+        world = current_world(torch.device("cpu"))
+        try:
+            yield world
+        finally:
+            close_world(world)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The model's `state_dict` is meanwhile that of the dense part."""
+        for collection in self._collections.values():
+            collection.is_aside = True
+        try:
+            yield
+        finally:
+            for collection in self._collections.values():
+                collection.is_aside = False
+
+    def _dense(self) -> dict[str, Any]:
+        with self._aside():
+            return self._model.state_dict()
+
+    def described(self) -> dict[str, str]:
+        """What a checkpoint and a loop have in common, in words."""
+        found: dict[str, str] = {}
+        for path, collection in self._collections.items():
+            own = collection.tables
+            how = f"{own.settings.dtype}, {type(own.engine.update).__name__}"
+            for table in own.tables:
+                found[f"table {_under(path)}{table.name}"] = f"{table.rows} x {table.dim}, {how}"
+        for name, value in self._dense().items():
+            plain = isinstance(value, Tensor)
+            found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"
+        for at, optimizer in enumerate(self._optimizers):
+            groups = [group["params"] for group in optimizer.param_groups]
+            parts = [f"{len(own)} ({sum(p.numel() for p in own):,} values)" for own in groups]
+            kind = type(optimizer).__name__
+            found[f"optimizers[{at}]"] = f"{kind}, parameters: {' + '.join(parts)}"
+        return found
+
+    def own_values(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """All but the tables, as this rank has it. Raises ConfigError for what could not be read
+        again."""
+        found = {"random": _packed("the random state", _random_state())}
+        found["dense"] = _packed("model.state_dict()", dict(self._dense()))
+        for path, collection in self._collections.items():
+            collection.tables.require_between_steps("saving")
+            own, group = collection.tables, dict(collection.optimizer.param_groups[0])
+            del group["params"]
+            of_rows = {"steps": list(own.counts), "group": group}
+            found[f"rows.{path}"] = _packed("the group of a collection's optimizer", of_rows)
+        for at, optimizer in enumerate(self._optimizers):
+            found[f"optimizer.{at}"] = _packed(f"optimizers[{at}]", optimizer.state_dict())
+        for key, value in extra.items():
+            found[f"extra.{key}"] = _packed(f"extra[{key!r}]", value)
+        return found
+
+    def tables(self, scratch: Path) -> dict[str, Tensor]:
+        """Whole tables and their optimizer state, after a flush; by all ranks."""
+        found: dict[str, Tensor] = {}
+        for path, collection in self._collections.items():
+            for name, value in collection.tables.saved(scratch).items():
+                found[f"{TABLES}{_under(path)}{name.removeprefix(TABLES)}"] = value
+        return found
+
+    def fill(self, reader: BlockReader, world: World, scratch: Path) -> None:
+        """Read the tables; by all ranks."""
+        values: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            for path, collection in self._collections.items():
+                state = stack.enter_context(collection.tables.loading(scratch))
+                for name, value in state.items():
+                    values[f"{TABLES}{_under(path)}{name.removeprefix(TABLES)}"] = value
+            stored = reader.values.state_dict_metadata
+            fill(reader, values, [name for name in stored if not name.startswith(TABLES)], world)
+
+    def take(self, own: Mapping[str, Any]) -> None:
+        """Take what `own_values` gave, but `extra`."""
+        with self._aside():
+            self._model.load_state_dict(own["dense"])
+        for path, collection in self._collections.items():
+            found = own[f"rows.{path}"]
+            collection.tables.counts = list(found["steps"])
+            collection.optimizer.param_groups[0].update(found["group"])
+        for at, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(own[f"optimizer.{at}"])
+        if "random" in own:
+            _set_random_state(own["random"])
+
+
+def _under(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+def _of_rank(rank: int, name: str) -> str:
+    return f"own.{rank}.{name}"
+
+
+def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The values of a kind, by the rest of their names."""
+    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+
+def _packed(what: str, value: Any) -> Tensor:
+    """A value as bytes that are read without running code, its tensors on the CPU."""
+    file = io.BytesIO()
+    try:
+        torch.save(tree_map_only(Tensor, in_memory, value), file)
+        load_plain(file.getvalue())
+    except Exception as error:  # whatever pickling makes of what users give
+        raise ConfigError(
+            f"{what} is nothing that a checkpoint can have, which holds numbers, texts, tensors, "
+            f"and lists and dictionaries of these alone: {error}"
+        ) from error
+    return as_bytes(file.getvalue())
+
+
+def _random_state() -> dict[str, Any]:
+    """Of this rank's generators; the CUDA one's where this process uses CUDA."""
+    kind, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    numpy, own = [kind, np.asarray(keys).tolist(), *rest], random.getstate()
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": own, "numpy": numpy}
+
+
+def _set_random_state(found: Mapping[str, Any]) -> None:
+    torch.set_rng_state(found["torch"])
+    if found["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
+    random.setstate(found["python"])
+    np.random.set_state(tuple(found["numpy"]))
+
+
+# -----------------------------------------------------------------------------
+# Where a checkpoint may be made, and whether one is of this loop.
+
+
+def _require_free(folder: Path) -> None:
+    """Raise ConfigError unless nothing is there but what a save left that did not end."""
+    names = [own.name for own in folder.iterdir()] if folder.is_dir() else []
+    if not folder.exists() or (folder.is_dir() and all(map(_LEFT.fullmatch, names))):
+        return
+    what = "a checkpoint already" if MANIFEST in names else "no empty folder"
+    raise ConfigError(
+        f"{folder} is {what}, and nothing is overwritten: give each checkpoint a folder of its "
+        "own, such as f'checkpoints/step_{step:08d}', and remove those that you do not need"
+    )
+
+
+def _find(path: Path, missing_ok: bool) -> Path | None:
+    folders = finished(path)
+    if not folders and not missing_ok:
+        raise ConfigError(
+            f"{path} holds no complete checkpoint: give what distcache.save was given, or the "
+            "folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
+        )
+    return folders[0] if folders else None
+
+
+def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[str, Any]:
+    """What the manifest tells of the loop. Raises ConfigError where it is not this one."""
+    told, form = manifest.header.get("loop"), manifest.header["format"]
+    if told is None or form != FORMAT:
+        raise ConfigError(
+            f"{folder} is no checkpoint of distcache.save in format {FORMAT}: a run's is gone on "
+            "with by `trainer.resume`, another version's by that version"
+        )
+    was, none = told["like"], "not there"
+    wrong = [
+        f"{name} was {was.get(name, none)}, is {now.get(name, none)}"
+        for name in was | now
+        if was.get(name) != now.get(name)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ConfigError(
+            f"{folder} is a checkpoint of another loop: {'; '.join(wrong[:_SHOWN])}{more}. Make "
+            "the model and optimizers as they were"
+        )
+    return told
+
+
+def _read_own(reader: BlockReader, world: World, ranks: int) -> dict[str, Any]:
+    """All but the tables: what all ranks had alike, and what this rank had. At another number of
+    ranks the first rank's, but no random state and of `extra` only what was alike."""
+    names = [name for name in reader.values.state_dict_metadata if not name.startswith(TABLES)]
+    found = {name: name for name in names if not name.startswith("own.")}
+    same = ranks == world.size
+    mine = _of_rank(world.rank if same else 0, "")
+    own = {name.removeprefix(mine): name for name in names if name.startswith(mine)}
+    if not same:
+        left = [name.removeprefix("extra.") for name in own if name.startswith("extra.")]
+        own = {name: at for name, at in own.items() if not name.startswith("extra.")}
+        for values in (own, found):
+            values.pop("random", None)
+        if world.is_first:
+            logger.warning(
+                "saved on %d ranks, loaded on %d: random states stay as they are%s",
+                ranks,
+                world.size,
+                f", and extra has no {', '.join(left)}, each rank's own" if left else "",
+            )
+    packed = {name: reader.whole(at) for name, at in (found | own).items()}
+    return {name: load_plain(value.numpy().tobytes()) for name, value in packed.items()}

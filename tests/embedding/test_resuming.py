@@ -1,0 +1,358 @@
+"""`distcache.save` and `load`: loops of one's own that stop, and go on as if they had not."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Payload
+from ebc_cases import (
+    DENSE,
+    assert_same,
+    batches,
+    cached,
+    configs,
+    job,
+    mine,
+    ranks,
+    weights_of,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distcache
+from distcache import lookahead
+from distcache.embedding import step as embedding_step
+from distcache.errors import ConfigError, DataError, PeerError, PlanError
+from distcache.trainer.manifest import Manifest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 5
+
+
+class Two(nn.Module):
+    """A collection with Adagrad's rows and one with SGD's, `Linear` after both."""
+
+    def __init__(self, drop: float = 0.0, **settings: Any) -> None:
+        super().__init__()
+        settings = {"timeout_s": 60, "rows": 260, "dtype": torch.float64} | settings
+        self.first, self.second = cached("adagrad", **settings), cached("sgd", **settings)
+        width = 8 * sum(len(table.feature_names) for table in configs())
+        self.drop, self.over = nn.Dropout(drop), nn.Linear(2 * width + DENSE, 1).double()
+
+    def forward(self, dense: Tensor, ids: Any) -> Tensor:
+        both = [self.first(ids).values(), self.second(ids).values()]
+        return self.over(self.drop(torch.cat([*both, dense], dim=1).double()))
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+class Loop:
+    """A user's: Adam, a scheduler and a count of batches beside the tables."""
+
+    def __init__(self, size: int = 1, seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Two(**settings)
+        self.outer = DistributedDataParallel(self.model) if size > 1 else self.model
+        self.dense = torch.optim.Adam(self.model.over.parameters(), lr=0.01)
+        self.all = [self.dense, self.model.first.optimizer, self.model.second.optimizer]
+        self.rates = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in self.all]
+        self.step, self.losses = 0, list[float]()
+
+    def extra(self) -> dict[str, Any]:
+        return {"rates": [one.state_dict() for one in self.rates], "losses": self.losses}
+
+    def save(self, path: Path, **extra: Any) -> None:
+        distcache.save(path, self.outer, self.all, step=self.step, extra=self.extra() | extra)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        self.step, extra = distcache.load(path, self.outer, self.all)
+        for one, state in zip(self.rates, extra.pop("rates"), strict=True):
+            one.load_state_dict(state)
+        self.losses = extra.pop("losses", [])
+        return extra
+
+    def train(self, data: list, ahead: bool = False, folder: Path | None = None) -> None:
+        own = data[self.step :]
+        for batch in lookahead(own, self.model.first) if ahead else own:
+            for one in self.all:
+                one.zero_grad()
+            logits = self.outer(batch.dense_features, batch.sparse_features)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double())
+            loss.backward()
+            for one in (*self.all, *self.rates):
+                one.step()
+            self.losses.append(loss.item())
+            self.step += 1
+            if folder is not None:
+                self.save(folder / f"step_{self.step}")
+
+    def end(self) -> dict[str, Any]:
+        """All that has been trained, by name; the loop is over."""
+        found = weights_of(self.model)
+        for at, one in enumerate(self.all):
+            for key, state in one.state_dict()["state"].items():
+                found |= {
+                    f"{at}.{key}.{name}": torch.as_tensor(v).clone() for name, v in state.items()
+                }
+        self.model.close()
+        return found | {"losses": torch.tensor(self.losses)}
+
+
+@job
+def stopped(rank: int, size: int, folder: str, ahead: bool) -> dict:
+    data, path = mine(rank, size, STEPS), Path(folder)
+    whole = Loop(size, drop=0.2)
+    torch.manual_seed(rank)
+    whole.train(data, ahead)
+    expected = whole.end()
+    saving = Loop(size, drop=0.2)
+    torch.manual_seed(rank)
+    saving.save(path / "step_0")
+    saving.train(data, ahead, path)
+    assert_same(saving.end(), expected)
+    for step in range(STEPS + 1):
+        loop = Loop(size, seed=9, drop=0.2)
+        if step == 3:
+            loop.train(data[:1], ahead)  # rows are cached and counted already
+        assert loop.load(path / f"step_{step}" if step < STEPS else path) == {}
+        assert loop.step == step
+        loop.train(data, ahead)
+        assert_same(loop.end(), expected)
+    return expected
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loop_that_stops_after_any_step_goes_on_as_if_it_had_not(tmp_path, size, ahead) -> None:
+    """Bitwise: tables, optimizers, dense part, losses, dropout; and saving changes nothing."""
+    ranks(stopped, str(tmp_path), ahead, size=size)
+
+
+@job
+def part_of_it(rank: int, size: int, folder: str, begin: bool) -> dict:
+    """Two steps and a checkpoint, or what comes after it."""
+    lines, loop = list[str](), Loop(size, seed=0 if begin else 9)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("distcache").addHandler(handler)
+    if begin:
+        loop.train(mine(rank, size, 2))
+        loop.save(Path(folder), mine=rank)
+    else:
+        extra = loop.load(Path(folder))
+        assert ("mine" in extra) == (size == 2)  # one rank has no other that differs
+    loop.train(mine(rank, size, STEPS))
+    return {"lines": lines, "all": {k: v for k, v in loop.end().items() if k != "losses"}}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_global_batches(
+    tmp_path, before, after
+) -> None:
+    begun = ranks(part_of_it, str(tmp_path / "one"), True, size=before)
+    found = ranks(part_of_it, str(tmp_path / "one"), False, size=after)
+    for one in found:
+        torch.testing.assert_close(one["all"], begun[0]["all"], rtol=1e-10, atol=1e-10)
+    told = [line for one in found for line in one["lines"]]
+    (line,) = told
+    assert f"saved on {before} ranks, loaded on {after}: random states stay" in line
+    assert ("mine" in line) == (before == 2)
+
+
+@job
+def alone(rank: int, size: int, folder: str) -> dict:
+    embedding_step.ALONE_S, loop = 0.5, Loop(size)
+    plain = nn.Linear(2, 1)
+    if rank == 0:
+        for model in (loop.model, plain):
+            for ask in (
+                lambda m: distcache.save(folder, m, step=1),
+                lambda m: distcache.load(folder, m),
+            ):
+                with pytest.raises(
+                    PeerError, match=r"rank 1 did not within 0.5 s.*outside `if rank"
+                ):
+                    ask(model)
+        assert not Path(folder).exists()
+    torch.distributed.barrier()
+    loop.train(mine(rank, size, 1))
+    loop.save(Path(folder))  # together: goes as if nothing had been
+    loop.end()
+    return {}
+
+
+def test_rank_0_alone_is_told_who_is_missing(tmp_path) -> None:
+    ranks(alone, str(tmp_path / "one"))
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A checkpoint after two steps, with values in `extra`."""
+    loop = Loop()
+    loop.train(batches(2))
+    loop.save(tmp_path / "step_2", position=torch.arange(3), name="clicks")
+    loop.end()
+    return tmp_path / "step_2"
+
+
+def test_what_is_in_extra_comes_back_and_the_newest_whole_is_taken(saved) -> None:
+    shutil.copytree(saved, unfinished := saved.with_name("step_3"))
+    (unfinished / "manifest.json").unlink()
+    loop = Loop(seed=9)
+    extra = loop.load(saved.parent)
+    assert loop.step == 2 and extra["position"].tolist() == [0, 1, 2] and extra["name"] == "clicks"
+    nothing = saved.parent / "nothing"
+    assert distcache.load(nothing, loop.model, loop.all, missing_ok=True) == (0, {})
+    with pytest.raises(ConfigError, match=r"nothing holds no complete checkpoint.*missing_ok"):
+        loop.load(nothing)
+    loop.end()
+
+
+def test_nothing_is_written_where_it_could_not_be_read_again(saved) -> None:
+    loop = Loop()
+    before = {own: own.read_bytes() for own in saved.iterdir()}
+    with pytest.raises(ConfigError, match="a checkpoint already, and nothing is overwritten"):
+        loop.save(saved)
+    assert {own: own.read_bytes() for own in saved.iterdir()} == before
+    with pytest.raises(ConfigError, match=r"extra\['of'\] is nothing.*it asks for posix.mkdir"):
+        loop.save(saved.with_name("new"), of=Payload(saved / "ran"))
+    (saved.parent / "notes").mkdir()
+    (saved.parent / "notes/mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="no empty folder"):
+        loop.save(saved.with_name("notes"))
+    (
+        logits := loop.model(batches(1)[0].dense_features, batches(1)[0].sparse_features)
+    ).sum().backward()
+    with pytest.raises(PlanError, match="row gradients wait"):
+        loop.save(saved.with_name("new"))
+    assert logits.requires_grad and not (saved / "ran").exists()
+    assert not saved.with_name("new").exists()
+    for one in loop.all:
+        one.zero_grad()
+    loop.end()
+
+
+@pytest.mark.parametrize("other", ["dtype", "rows", "optimizer", "dense", "run"])
+def test_another_loops_checkpoint_is_refused_by_name_and_changes_nothing(saved, other) -> None:
+    loop = Loop(dtype=torch.float32) if other == "dtype" else Loop()
+    match = "table first.t0 was 400 x 8, torch.float64, Adagrad, is 400 x 8, torch.float32"
+    if other == "rows":
+        loop.model.second.close()
+        loop.model.second = cached("adam", dtype=torch.float64)
+        loop.all[2] = loop.model.second.optimizer
+        match = "table second.t0 was 400 x 8, torch.float64, SGD, is 400 x 8, torch.float64, Adam"
+    elif other == "optimizer":
+        loop.all[0] = torch.optim.SGD(loop.model.over.parameters(), lr=0.1)
+        match = r"optimizers\[0\] was Adam, .* is SGD"
+    elif other == "dense":
+        loop.model.register_buffer("seen", torch.zeros(3))
+        match = r"seen was not there, is \[3\], torch.float32"
+    elif other == "run":
+        manifest = Manifest.read(saved)
+        del manifest.header["loop"]
+        (saved / "manifest.json").unlink()
+        manifest.write(saved)
+        match = "no checkpoint of distcache.save.*trainer.resume"
+    before = weights_of(loop.model)
+    with pytest.raises(ConfigError, match=match):
+        distcache.load(saved, loop.model, loop.all)
+    assert_same(weights_of(loop.model), before)
+    loop.model.close()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "payload"])
+def test_damaged_files_are_refused_by_name_and_nothing_is_executed(saved, name, damage) -> None:
+    file = saved / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(data[:-7])
+    elif damage == "flipped":
+        file.write_bytes(data)
+    else:
+        plant(saved, name)
+    loop = Loop(seed=9)
+    before = weights_of(loop.model)
+    if name == "manifest.json" and damage == "missing":
+        with pytest.raises((ConfigError, DataError), match=r"manifest.json|no complete"):
+            loop.load(saved)
+    else:
+        with pytest.raises(DataError, match=name):
+            loop.load(saved)
+    assert not (saved / "ran").exists()
+    if name != "__0_0.distcp" or damage in ("missing", "truncated"):
+        assert_same(weights_of(loop.model), before)
+    loop.model.close()
+
+
+def plant(folder: Path, name: str) -> None:
+    """A payload in place of a file's blocks, with checksums that fit."""
+    manifest = Manifest.read(folder)
+    if name == "manifest.json":
+        (folder / name).write_bytes(pickle.dumps(Payload(folder / "ran")))
+        return
+    file, marks, crc, start = bytearray((folder / name).read_bytes()), [], 0, 0
+    buffer = io.BytesIO()
+    torch.save(Payload(folder / "ran"), buffer)
+    harm = pickle.dumps(Payload(folder / "ran")) if name == ".metadata" else buffer.getvalue()
+    for end, _ in manifest.files[name]:
+        if end - start >= len(harm):
+            file[start:end] = harm + b"\0" * (end - start - len(harm))
+        crc = zlib.crc32(file[start:end], crc)
+        marks.append((end, crc))
+        start = end
+    (folder / name).write_bytes(file)
+    manifest.files[name] = marks
+    (folder / "manifest.json").unlink()
+    manifest.write(folder)
+
+
+def test_a_model_without_a_collection(tmp_path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        return model, torch.optim.Adam(model.parameters())
+
+    def train(model: nn.Module, dense: torch.optim.Optimizer) -> dict[str, Tensor]:
+        dense.zero_grad()
+        model(torch.arange(12.0).view(4, 3)).square().sum().backward()
+        dense.step()
+        return weights_of(model)
+
+    one, other = make(), make()
+    train(*one)
+    distcache.save(tmp_path / "one", one[0], [one[1]], step=1)
+    expected = train(*one)
+    assert distcache.load(tmp_path / "one", other[0], [other[1]]) == (1, {})
+    assert_same(train(*other), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_frozen_tables_stay_as_they_are(tmp_path, dtype) -> None:
+    def make() -> Loop:
+        loop = Loop(seed=3, dtype=dtype)
+        loop.model.first.freeze("t0")
+        return loop
+
+    whole, begun, after = make(), make(), make()
+    whole.train(batches(4))
+    begun.train(batches(2))
+    begun.save(tmp_path / "one")
+    after.load(tmp_path / "one")
+    after.train(batches(4))
+    assert after.model.first.tables.counts == [0, 4, 4, 4]
+    begun.end()
+    assert_same(after.end(), whole.end())
