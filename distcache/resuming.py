@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, 
 
 logger = logging.getLogger(__name__)
 
-_LEFT = re.compile(r"__\d+_0\.distcp|\.metadata|\.shared-\w+")
-"""Files that a save leaves which did not end."""
+_LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+")
+"""Files of a save that did not end; with `.metadata` they may be torch's own checkpoint."""
 
 _ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
 
@@ -63,8 +64,9 @@ def save(
     with any cached collections, whose tables and optimizers are saved along, or none, DDP around it
     or not; `optimizers`: of the dense part; `step`: how many are done; `extra`: whatever else the
     loop goes on from, each rank's own (states of schedulers, scalers, generators, the position of
-    a loader): numbers, texts, tensors, and lists and dictionaries of these. Random states of
-    torch, Python and NumPy are saved too. A look-ahead may be open.
+    a loader): numbers, texts, tensors, and lists and dictionaries of these; arrays come back as
+    tensors. Random states of torch, Python and NumPy are saved too. A look-ahead may be open: then
+    a loader stands as many batches ahead of the loop, so keep its state beside each batch.
 
     Raises ConfigError, before anything is written, for a path that is taken and for values that
     could not be read without running code, PeerError on rank 0 where it is alone, and
@@ -169,8 +171,10 @@ class _Loop:
         world = current_world(torch.device("cpu"))
         try:
             yield world
-        finally:
-            close_world(world)
+        except BaseException:
+            close_world(world, orderly=False)
+            raise
+        close_world(world)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -192,7 +196,7 @@ class _Loop:
         found: dict[str, str] = {}
         for path, collection in self._collections.items():
             own = collection.tables
-            how = f"{own.settings.dtype}, {type(own.engine.update).__name__}"
+            how = f"{own.settings.dtype}, {replace(own.engine.update, lr=0.0)}"
             for table in own.tables:
                 found[f"table {_under(path)}{table.name}"] = f"{table.rows} x {table.dim}, {how}"
         for name, value in self._dense().items():
@@ -212,9 +216,11 @@ class _Loop:
         found["dense"] = _packed("model.state_dict()", dict(self._dense()))
         for path, collection in self._collections.items():
             collection.tables.require_between_steps("saving")
+            collection.tables.settle_steps()
             own, group = collection.tables, dict(collection.optimizer.param_groups[0])
             del group["params"]
-            of_rows = {"steps": list(own.counts), "group": group}
+            steps = {table.name: n for table, n in zip(own.tables, own.counts, strict=True)}
+            of_rows = {"steps": steps, "group": group}
             found[f"rows.{path}"] = _packed("the group of a collection's optimizer", of_rows)
         for at, optimizer in enumerate(self._optimizers):
             found[f"optimizer.{at}"] = _packed(f"optimizers[{at}]", optimizer.state_dict())
@@ -246,8 +252,8 @@ class _Loop:
         with self._aside():
             self._model.load_state_dict(own["dense"])
         for path, collection in self._collections.items():
-            found = own[f"rows.{path}"]
-            collection.tables.counts = list(found["steps"])
+            found, tables = own[f"rows.{path}"], collection.tables
+            tables.counts = [found["steps"][table.name] for table in tables.tables]
             collection.optimizer.param_groups[0].update(found["group"])
         for at, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(own[f"optimizer.{at}"])
@@ -272,7 +278,8 @@ def _packed(what: str, value: Any) -> Tensor:
     """A value as bytes that are read without running code, its tensors on the CPU."""
     file = io.BytesIO()
     try:
-        torch.save(tree_map_only(Tensor, in_memory, value), file)
+        arrays = tree_map_only(np.ndarray, torch.from_numpy, value)
+        torch.save(tree_map_only(Tensor, in_memory, arrays), file)
         load_plain(file.getvalue())
     except Exception as error:  # whatever pickling makes of what users give
         raise ConfigError(

@@ -291,9 +291,17 @@ def open_store(place: Place, timeout_s: float = TIMEOUT_S) -> dist.Store | None:
         multi_tenant=True,
     )
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    # Agents that join later count their own restarts; a store of rank 0 is new with its ranks.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
-    return dist.PrefixStore(f"distcache/{run}/{restart}", store)
+    return dist.PrefixStore(f"distcache/{run}/{generation()}", store)
+
+
+def generation() -> str:
+    """Which start of the ranks by torchrun this is, as far as a store can have keys of another one.
+
+    An agent's store outlives ranks, and torch puts no attempt into its keys. One of rank 0 is new
+    with the ranks, and agents that join later count their own restarts.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
 
 
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from distcache.comm.rendezvous import (
     exchange,
     find_place,
     first_line,
+    generation,
     require_equal,
     whole_number,
 )
@@ -233,7 +234,7 @@ def open_world(
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
-        own = dist.PrefixStore(f"distcache/world/{number}", shared)
+        own = dist.PrefixStore(f"distcache/world/{generation()}/{number}", shared)
     if store is None:
         nodes = _meet(own, number, rank, claim, (timeout_s, hybrid))
     name = claim.backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distcache.comm.link import on_first, together
+from distcache.comm.link import agree_on, on_first, together
 from distcache.comm.world import current_world, has_group, require_group
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.settings import CacheSettings, Recipe, check_names
@@ -476,18 +477,22 @@ class CachedCollection(nn.Module):
 
         The last four are kept in memory, each a bit for every row. To keep one over a resume, save
         its `changed_since` with the checkpoint, and give that as `changed`, on any number of ranks.
-        Raises ConfigError for ids that are in no table.
+        Raises ConfigError for ids that are in no table, or not the same on all ranks.
         """
-        self._known(changed or ())
+        tables = self.tables
+        changed = {name: np.asarray(ids, np.int64) for name, ids in (changed or {}).items()}
+        sums = {name: hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in changed.items()}
+        agree_on(tables.world, {"changed": sorted(sums.items())})
+        self._known(changed)
         for spec in self._recipe.lookups.specs:
-            ids = (changed or {}).get(spec.name, np.empty(0, np.int64))
+            ids = changed.get(spec.name, np.empty(0, np.int64))
             if len(ids) and not 0 <= ids.min() <= ids.max() < spec.rows:
                 raise ConfigError(
                     f"changed: table {spec.name!r} has ids 0 to {spec.rows - 1}, not "
                     f"{ids.min()} to {ids.max()}"
                 )
-        self.tables.flush()
-        return self.tables.engine.mark(changed)
+        tables.flush()
+        return tables.engine.mark(changed)
 
     def changed_since(self, mark: int) -> dict[str, np.ndarray]:
         """The ids of each table, int64, ascending, of the rows named by steps that were applied, or

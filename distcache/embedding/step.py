@@ -616,10 +616,18 @@ class CollectionTables:
 
     def saved(self, scratch: Path) -> dict[str, Any]:
         """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
-        with suppress(NonFiniteLossError):  # the tables are those before that step
-            self._judge(0)
         self.flush()
         return self.whole.state(scratch)
+
+    def settle_steps(self) -> None:
+        """Count the steps that were applied, before they are saved. Raises NonFiniteLossError for
+        one that was not, unless that was told before: the tables are those before it."""
+        told = bool(self._judged) and not self._judged[0][1]
+        try:
+            self._judge(0)
+        except NonFiniteLossError:
+            if not told:
+                raise
 
     @contextmanager
     def loading(self, scratch: Path) -> Iterator[dict[str, Any]]:
@@ -629,6 +637,8 @@ class CollectionTables:
         state = self.whole.state(scratch, filled=False)
         yield state
         self.whole.load(state)
+        for index, table in enumerate(self.tables):
+            self.whole.note_range(index, range(table.rows))
 
     def fill(self, found: Mapping[int, Stored]) -> None:
         """Let tables, by index, start from stored weights, see `WholeTables.fill`."""
@@ -645,6 +655,10 @@ class CollectionTables:
     def _let_go(self) -> None:
         """Between two steps: bring all rows to the stores, and plan none ahead."""
         self.require_between_steps("loading")
+        with suppress(NonFiniteLossError):
+            self._judge(0)
+        self._judged.clear()  # of steps that what is loaded takes the place of
+        self._enabled = torch.ones_like(self._enabled)
         self.end_current()
         self.halt()
         self.flush()

@@ -479,7 +479,10 @@ class CachedTables:
         Raises PlanError for a mark that is not kept.
         """
         if mark not in self.rows[0].marks:
-            raise PlanError(f"mark {mark} is not kept: there are {sorted(self.rows[0].marks)}")
+            raise PlanError(
+                f"mark {mark} is not kept, of the last {MARKS} there are "
+                f"{sorted(self.rows[0].marks)}: export whole tables, and mark again"
+            )
         found: dict[str, np.ndarray] = {}
         for rows in self.rows:
             layout, own = rows.group.layout, rows.marks[mark]

@@ -592,11 +592,11 @@ class WholeTables:
                 block = source.block(ids.start, ids.stop).to(rows.cache.weight.dtype)
                 put(first + ids.start, block.numpy())
 
-        self._note(table, range(source.shape[0]))
+        self.note_range(table, range(source.shape[0]))
         with torch.no_grad():
             together(world, write)
 
-    def _note(self, table: int, ids: range) -> None:
+    def note_range(self, table: int, ids: range) -> None:
         """Tell the marks of rows that are written by hand."""
         rows, _ = self._find(table)
         for (part,) in blocks([ids], 64) if rows.marks else ():
@@ -627,7 +627,7 @@ class WholeTables:
                     target[:, columns].copy_(value)
 
         for index, _, value in () if is_state else parts:
-            self._note(index, range(len(value)))
+            self.note_range(index, range(len(value)))
         with torch.no_grad():
             together(self._world, write)
 

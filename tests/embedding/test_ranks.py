@@ -457,7 +457,9 @@ def marked(rank: int, size: int, placement: str) -> None:
     assert all(np.array_equal(ids, kept[name]) for name, ids in again.items())
     with pytest.raises(ConfigError, match=r"changed: table 't2' has ids 0 to 399, not 1 to 400"):
         ebc.mark({"t2": np.array([1, 400])})
-    with pytest.raises(PlanError, match=r"mark 0 is not kept: there are \[1, 2, 3, 4\]"):
+    with pytest.raises(
+        PlanError, match=r"mark 0 is not kept, of the last 4 there are \[1, 2, 3, 4\]"
+    ):
         ebc.changed_since(marks[0])
     ebc.close()
 
