@@ -25,7 +25,7 @@ from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import compose_setting
-from benchmarks.turns import ratio_record, shown, shown_range, spread, take_turns
+from benchmarks.turns import RATIO_COLUMNS, ratio_record, shown, spread, take_turns
 from distcache.comm.link import on_first, together
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World
@@ -280,12 +280,7 @@ SECTIONS = (
         "Within a turn: median [quartiles] over the repetitions, and the range. Files: of rates, "
         "beside the slower of plain files and one core's copy and checksum too; steps: of medians.",
         "ratio",
-        (
-            Column("pair", lambda record: f"{record['numerator']} / {record['denominator']}"),
-            Column("ratio", "ratio", shown(3)),
-            Column("range", "ratio", shown_range(3)),
-            Column("bar", "bar"),
-        ),
+        (*RATIO_COLUMNS, Column("bar", "bar")),
     ),
 )
 

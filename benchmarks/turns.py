@@ -81,15 +81,18 @@ def shown_range(digits: int = 2) -> Callable[[Spread], str]:
     return lambda values: f"{values['min']:,.{digits}f} to {values['max']:,.{digits}f}"
 
 
+RATIO_COLUMNS = (
+    Column("pair", lambda record: f"{record['numerator']} / {record['denominator']}"),
+    Column("ratio", "ratio", shown(3)),
+    Column("range", "ratio", shown_range(3)),
+)
+"""Those of `ratio_record`s."""
+
 RATIOS = Section(
     "Ratios",
     "Of the median steps of two turns over the same batches: median [quartiles] over the "
     "repetitions, and the range.",
     "ratio",
-    (
-        Column("pair", lambda record: f"{record['numerator']} / {record['denominator']}"),
-        Column("ratio", "ratio", shown(3)),
-        Column("range", "ratio", shown_range(3)),
-    ),
+    RATIO_COLUMNS,
 )
 """The table of `ratio_record`s."""
