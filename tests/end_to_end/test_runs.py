@@ -92,7 +92,8 @@ def test_a_killed_rank_is_started_again_in_the_same_folder(tmp_path: Path) -> No
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 90
-        while not list(tmp_path.glob("runs/*/checkpoints/*/manifest.json")):
+        # The second one: the first is whole then, not only begun.
+        while len(list(tmp_path.glob("runs/*/checkpoints/*/manifest.json"))) < 2:
             assert time.monotonic() < deadline and agent.poll() is None, "no checkpoint"
             time.sleep(0.02)
         ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
