@@ -249,9 +249,9 @@ class StreamPlanner:
 
     def _ingest(self, flight: Flight, told: Told, decide: bool) -> None:
         """Take in what all ranks name of this home's rows."""
-        began = time.perf_counter()
+        began, alone = time.perf_counter(), self.link.world.size == 1
         for region, *named in zip(self.regions, told.named, told.counts, strict=True):
-            region.planner.ingest(flight.step, flight.batch.kind, *named, decide)
+            region.planner.ingest(flight.step, flight.batch.kind, *named, decide, once=alone)
         if flight.batch.global_size == UNKNOWN:
             flight.batch = flight.batch.among(told.samples, self.link.world.rank)
         flight.note("ingest", LANE, began)

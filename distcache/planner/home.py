@@ -367,12 +367,14 @@ class Planner:
         requests: Sequence[np.ndarray],
         counts: np.ndarray | None = None,
         decide: bool = False,
+        once: bool = False,
     ) -> Ingested:
         """Take the rows, homed here, that every rank names in `step`, in rank order.
 
         `requests`: of each rank, int32, numbered in their parts, by shelf; `counts` int64 `[W,
         shelves]`: how many are on each; `decide`: `plan` comes next, of the oldest step before
-        this one, and may well be done at the same time. Raises PlanError for a row that the layout
+        this one, and may well be done at the same time; `once`: there is one rank, and it names no
+        row twice. Raises PlanError for a row that the layout
         does not have, and for a step that does not come after those before it.
         """
         rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
@@ -408,7 +410,7 @@ class Planner:
             self._make_room(step, by_part)
         inner = self.parts.shelves - self.parts.bits
         named = loops.Named(
-            step, self._planned, self._looks_ahead, inner, rows, starts, bases,
+            step, self._planned, self._looks_ahead, once, inner, rows, starts, bases,
             entry.distinct, entry.previous, entry.labels, entry.counts,
         )  # fmt: skip
         self._window.append(entry)

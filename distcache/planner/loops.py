@@ -376,12 +376,13 @@ class Named(NamedTuple):
     `counts[p]` `distinct` rows of each part, by shelf, then first occurrence, and the steps that
     named them `previous` to this (-1: none), int32 `[N]`, and for each of `rows` its place among
     these of its part, `labels`. Where the policy `looks_ahead`, the window learns of the step;
-    `planned`: the last step that is.
+    `planned`: the last step that is; `once`: no row is named twice, by whatever rank.
     """
 
     step: int
     planned: int
     looks_ahead: bool
+    once: bool
     inner: int
     rows: np.ndarray
     starts: np.ndarray
@@ -393,17 +394,26 @@ class Named(NamedTuple):
 
 
 _named = types.NamedTuple(
-    [i8, i8, types.boolean, i8, out4, out88, out8, out4, out4, out4, out8], Named
+    [i8, i8, types.boolean, types.boolean, i8, out4, out88, out8, out4, out4, out4, out8], Named
 )
+
+
+@compiled(types.void(_home, i8, _named, i8, i8))
+def tell_new(home: Home, part: int, named: Named, row: int, previous: int) -> None:
+    """Where the policy looks ahead, tell a row of the step of this use, if no step in the window
+    names it, or count it by the step that does, the `previous` one."""
+    if named.looks_ahead and previous > named.planned:
+        ends = home.ends[part, named.step & (len(home.origins) - 1)]
+        ends[at(previous - named.planned - 1)] += 1
+    elif named.looks_ahead:
+        tell(home, part, row, named.step, True)
 
 
 @compiled(types.void(_home, i8, _named))
 def name_part(home: Home, part: int, named: Named) -> None:
-    """Find the distinct rows of one part; until the end `index` has -2 - the place of each among
-    them. Where the policy looks ahead, tell those that no step in the window names of this one,
-    which uses them next, and count the others by the step that does."""
-    index, base, count, step = home.index[part], named.bases[part], 0, named.step
-    ends, planned = home.ends[part, step & (len(home.origins) - 1)], named.planned
+    """Find the distinct rows of one part; meanwhile `index` has -2 - the place of each among
+    them."""
+    index, base, count = home.index[part], named.bases[part], 0
     for shelf in range(part << named.inner, (part + 1) << named.inner):
         for rank in range(len(named.starts)):
             start, stop = named.starts[rank, shelf], named.starts[rank, shelf + 1]
@@ -420,11 +430,29 @@ def name_part(home: Home, part: int, named: Named) -> None:
                 index[at(row), NAMED] = -2 - count
                 labels[i] = count
                 count += 1
-                if named.looks_ahead and seen > planned:
-                    ends[at(seen - planned - 1)] += 1
-                elif named.looks_ahead:
-                    tell(home, part, row, step, True)
+                tell_new(home, part, named, row, seen)
     named.counts[part] = count
+    distinct = named.distinct[base : base + count]
+    for k in range(len(distinct)):
+        index[at(distinct[k]), NAMED] = named.step
+
+
+@compiled(types.void(_home, i8, _named))
+def name_once(home: Home, part: int, named: Named) -> None:
+    """`name_part` of rows that one rank names, none twice."""
+    index, start = home.index[part], named.bases[part]
+    stop = named.starts[0, (part + 1) << named.inner]
+    rows, labels = named.rows[start:stop], named.labels[start:stop]
+    distinct, previous = named.distinct[start:stop], named.previous[start:stop]
+    for i in range(len(rows)):
+        if i + _EARLY < len(rows):
+            fetch_early(index, rows[i + _EARLY])
+        row = np.int64(rows[i])
+        seen = np.int64(index[at(row), NAMED])
+        distinct[i], previous[i], labels[i] = row, seen, i
+        index[at(row), NAMED] = named.step
+        tell_new(home, part, named, row, seen)
+    named.counts[part] = stop - start
 
 
 @compiled(types.void(_home, i8, _named))
@@ -432,12 +460,14 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
     """Take in what all ranks name of one part. Rows that a step in the window names too wait for
     that step."""
     mask, room, steps = len(home.origins) - 1, home.waiting.shape[1] - 1, 0
-    index, ends = home.index[part], home.ends[part, named.step & mask]
-    waiting = home.waiting[part]
+    ends, waiting = home.ends[part, named.step & mask], home.waiting[part]
     if named.looks_ahead:
         steps = named.step - named.planned - 1
     ends[:steps] = 0
-    name_part(home, part, named)
+    if named.once:
+        name_once(home, part, named)
+    else:
+        name_part(home, part, named)
     begin, before = home.heads[part], 0
     for group in range(steps):
         count, ends[group] = ends[group], before
@@ -446,12 +476,11 @@ def ingest_part(home: Home, part: int, named: Named) -> None:
     home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
     start, stop = named.bases[part], named.bases[part] + named.counts[part]
     distinct, previous = named.distinct[start:stop], named.previous[start:stop]
-    for k in range(len(distinct)):
-        row, group = distinct[k], np.int64(previous[k]) - named.planned - 1
-        index[at(row), NAMED] = named.step
+    for k in range(len(distinct) if before else 0):
         # Without a branch, which no core foresees: one that waits for none lies after all others.
+        group = np.int64(previous[k]) - named.planned - 1
         group = group if group >= 0 and group < steps else steps
-        waiting[at((begin + ends[at(group)]) & room)] = row
+        waiting[at((begin + ends[at(group)]) & room)] = distinct[k]
         ends[at(group)] += group < steps
 
 
