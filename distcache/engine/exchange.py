@@ -9,9 +9,10 @@ ranks make the same exchanges in the same order, each on one thread.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -160,7 +161,6 @@ class PlanExchange:
         said = asked or Verdict(Status.OK, ())
         told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
         outgoing: Pieces = [[] for _ in range(size)]
-        lengths: list[np.ndarray] = []
         request = asking.flight if asking and asked and asked.status is Status.OK else None
         decides = deciding if decided and decided.status is Status.OK else None
         if request is not None:
@@ -172,13 +172,11 @@ class PlanExchange:
                 by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
                 told.counts.append(by_home[:, self._rank])
                 start += size * shelves
-            lengths += [counts.sum(1)[:, None] for counts in told.counts]
         if decides is not None:
             told.decision_bytes = self._tell(decides, outgoing)
-            lengths.append(self._lengths(numbers, decides))
         if request is not None or decides is not None:
             what = f"plans of {_step(asking if request else None, deciding)}"
-            pieces = self._all_to_all(outgoing, lengths, what)
+            pieces = self._all_to_all(outgoing, partial(self._lengths, told, decides), what)
             if request is not None:
                 groups = range(self._groups)
                 told.named = [[of[group] for of in pieces] for group in groups]
@@ -270,23 +268,27 @@ class PlanExchange:
             for reply, of_rank in zip(replies, masks, strict=True)
         ]
 
-    def _lengths(self, numbers: np.ndarray, deciding: Part) -> np.ndarray:
-        """Of the pieces of each home's decisions, `[W, 3 G]`."""
+    def _lengths(self, told: Told, deciding: Part | None) -> np.ndarray:
+        """Of the pieces that come from each rank: its rows, and its home's decisions; `[W, n]`."""
+        rows = [counts.sum(1) for counts in told.counts]
+        if deciding is None:
+            return np.stack(rows, axis=1)
         asked = _asked(deciding)
-        lengths = np.concatenate([numbers[:, :, :2], asked.T[:, :, None]], axis=2)
+        lengths = np.stack([told.rows, told.fetched, asked.T], axis=2)
         if self._sharded:
             lengths[:, list(self._sharded), :2] = 0
         if self.routes is not None:
             for group, home in product(self._sharded, range(self._size)):
                 lengths[home, group, 2] += self.routes.numbers(home, asked[group, home])
-        return lengths.reshape(self._size, -1)
+        return np.column_stack([*rows, lengths.reshape(self._size, -1)])
 
-    def _all_to_all(self, outgoing: Pieces, columns: list[np.ndarray], what: str) -> Pieces:
-        """Send each rank its parts (int32); from each the pieces of so many numbers as `columns`
-        `[W, ...]` have for it."""
+    def _all_to_all(
+        self, outgoing: Pieces, lengths_of: Callable[[], np.ndarray], what: str
+    ) -> Pieces:
+        """Send each rank its parts (int32); from each the pieces of such lengths."""
         if len(outgoing) == 1:
             return [[part.astype(_WIRE, copy=False) for part in outgoing[0]]]
-        lengths = np.concatenate(columns, axis=1)
+        lengths = lengths_of()
         flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
         sends = [sum([len(part) for part in parts]) for parts in outgoing]
         receives = lengths.sum(1).tolist()
@@ -298,16 +300,15 @@ class PlanExchange:
 
     def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
         """What all homes decided, from the `pieces` of each; mixed into the digest of them all."""
-        asked = _asked(deciding)
-        for group in range(self._groups):
-            homes = []
-            for home, of_home in enumerate(pieces):
-                slots, fetch, reply = of_home[3 * group : 3 * group + 3]
-                count, masks = int(asked[group, home]), None
-                if self.routes is not None and len(reply) > count:
-                    masks = unpack(reply[count:], count, self.routes.mates)
-                homes.append(HomePart(slots, fetch, reply[:count], masks))
-            told.parts.append(homes)
+        told.parts = [[] for _ in range(self._groups)]
+        for group, homes in enumerate(told.parts):
+            homes += [HomePart(*of_home[3 * group : 3 * group + 3]) for of_home in pieces]
+        if self.routes is not None:
+            for of_group, homes in zip(_asked(deciding).tolist(), told.parts, strict=True):
+                for home, (count, part) in enumerate(zip(of_group, homes, strict=True)):
+                    if len(part.reply) > count:
+                        masks = unpack(part.reply[count:], count, self.routes.mates)
+                        homes[home] = replace(part, reply=part.reply[:count], masks=masks)
         if self._size > 1:
             self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
             for part in (part for homes in told.parts for part in homes):

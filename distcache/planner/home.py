@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from queue import SimpleQueue
 from threading import Thread
@@ -218,10 +218,10 @@ class Shelves:
         those of each shelf begin, int64 `[shelves + 1]`; where each row is now, int32 `[R]`; and
         where the ids of each begin, int32 `[R + 1]`. `occurs`: how many ids has each, int32 `[n]`
         for each piece, or none: one."""
-        counts, starts = np.stack([of[3] for of in pieces]), np.zeros(self._count + 1, np.int64)
-        counts.sum(axis=0).cumsum(out=starts[1:])
-        firsts = starts[:-1] + counts.cumsum(axis=0) - counts
-        ends = np.cumsum([len(of[0]) for of in pieces]).tolist()
+        counts, starts = np.stack([of[3] for of in pieces]), np.empty(self._count + 1, np.int64)
+        firsts = np.empty_like(counts)
+        loops.order_shelves(counts, starts, firsts)
+        ends = list(accumulate(len(of[0]) for of in pieces))
         divided, places, segments = (np.empty(ends[-1] + more, np.int32) for more in (0, 0, 1))
 
         def divide(piece: int, stop: int) -> None:
@@ -267,7 +267,7 @@ class Ingested:
         if self.rows == len(values):
             return values
         ends = zip(self.bases.tolist(), (self.bases + self.counts).tolist(), strict=True)
-        return _joined(values, [slice(*of) for of in ends])
+        return np.concatenate([values[slice(*of)] for of in ends])
 
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
@@ -381,11 +381,16 @@ class Planner:
         rows = np.ascontiguousarray(rows, dtype=np.int32)
         if counts is None:
             counts = np.array([[len(request)] for request in requests])
-        if counts.shape != (len(requests), 1 << self.parts.shelves) or counts.sum() != len(rows):
+        starts = np.empty((len(requests), counts.shape[1] + 1), np.int64)
+        bases, sizes, by_part = np.empty((3, self.parts.count), np.int64)
+        fits = counts.shape == (len(requests), 1 << self.parts.shelves)
+        out = self.parts.count, starts, bases, by_part
+        highest = loops.spread_counts(rows, np.ascontiguousarray(counts), *out) if fits else -1
+        if highest < 0:
             raise PlanError(
                 f"step {step}: {counts.tolist()} do not count {len(rows)} rows by shelf"
             )
-        if rows.view(np.uint32).max(initial=0) >= self.parts.part_rows:
+        if highest >= self.parts.part_rows:
             bad = np.flatnonzero(rows.view(np.uint32) >= self.parts.part_rows)
             raise PlanError(
                 f"step {step}: id {bad[0]} is row {rows[bad[0]]} of a home that has "
@@ -396,15 +401,9 @@ class Planner:
         last = self._window[-1].step if self._window else self._planned
         if step != last + 1:
             raise PlanError(f"step {step} does not follow {last}: steps come in order")
-        starts = np.zeros((len(requests), counts.shape[1] + 1), np.int64)
-        counts.cumsum(axis=1, out=starts[:, 1:])
-        sizes = starts[:, -1]
-        starts += (sizes.cumsum() - sizes)[:, None]
-        by_part = counts.sum(axis=0).reshape(self.parts.count, -1).sum(axis=1)
-        bases = by_part.cumsum() - by_part
         entry = Ingested(
             step, kind, *(np.empty(len(rows), np.int32) for _ in range(3)),
-            starts, bases, np.empty_like(bases),
+            starts, bases, sizes,
         )  # fmt: skip
         if self._looks_ahead:
             self._make_room(step, by_part)
@@ -457,11 +456,6 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
         ends=np.zeros((count, steps, steps), np.int32),
         heads=np.zeros(count, np.int64),
     )
-
-
-def _joined(values: np.ndarray, spans: Sequence[slice], dtype: type = np.int32) -> np.ndarray:
-    """These spans of `values`, one after the other."""
-    return np.concatenate([values[span] for span in spans], dtype=dtype)
 
 
 class HomePlanner(Planner):
@@ -602,38 +596,31 @@ class HomePlanner(Planner):
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
         out = [np.empty(entry.rows, kind) for kind in kinds]
-        done = np.empty((count, 3), np.int64)
+        done = np.empty((count, 5), np.int64)
         where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
         due = loops.Due(*when, *scale, *what, *where, *out, done)
         return due, lambda: self._decision(entry, due, before)
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        done, calls = due.done, self.threads.ranges(self.parts.count)
-        if (done[:, 2] < -1).any():
+        fetched, evicted = np.empty((2, entry.rows), np.int64)
+        came, gone, latest = loops.gather(due, fetched, evicted)
+        if latest < -1:
             raise PlanError(
                 f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
             )
         self._past.append((entry, due.levels, before))
-        came, left = (
-            [slice(due.dense[a], due.dense[a] + done[a:b, column].sum()) for a, b in calls]
-            for column in (0, 1)
-        )
-        fetched, leaving = (
-            self.layout.row(self.home, _joined(of, spans, np.int64))
-            for of, spans in ((due.fetched, came), (due.evicted, left))
-        )
         return HomeDecision(
             step=entry.step,
             kind=entry.kind,
             previous=entry.dense(entry.previous),
             replies=entry.replies(),
             slots=due.slots,
-            fetch=_joined(due.fetch, came),
-            fetch_rows=fetched,
-            evict_slots=_joined(due.evict_slots, left),
-            evict_rows=leaving,
-            latest_use=int(done[:, 2].max()),
+            fetch=due.fetch[:came],
+            fetch_rows=self.layout.row(self.home, fetched[:came]),
+            evict_slots=due.evict_slots[:gone],
+            evict_rows=self.layout.row(self.home, evicted[:gone]),
+            latest_use=latest,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:

@@ -211,6 +211,19 @@ def shelve_rows(
         counts[at(shelf)] += 1
 
 
+@compiled(types.void(in88, out8, out88))
+def order_shelves(counts: np.ndarray, starts: np.ndarray, firsts: np.ndarray) -> None:
+    """Where the rows of each shelf begin, `starts` int64 `[S + 1]`, and of each piece on it,
+    `firsts` int64 `[n, S]`, which has `counts` rows there."""
+    begin = 0
+    for shelf in range(counts.shape[1]):
+        starts[shelf] = begin
+        for piece in range(len(counts)):
+            firsts[piece, shelf] = begin
+            begin += counts[piece, shelf]
+    starts[counts.shape[1]] = begin
+
+
 @compiled(types.void(in8, in4, in88, in8, in4, out8, in4, out4, out4, out4))
 def divide_rows(
     local: np.ndarray,
@@ -237,6 +250,38 @@ def divide_rows(
         starts[at(shelf)], places[i] = place + 1, place
         divided[at(place)] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
         sorted_occurs[at(place)] = occurs[i] if len(occurs) else 1
+
+
+@compiled(i8(in4, in88, i8, out88, out8, out8))
+def spread_counts(
+    rows: np.ndarray,
+    counts: np.ndarray,
+    parts: int,
+    starts: np.ndarray,
+    bases: np.ndarray,
+    sizes: np.ndarray,
+) -> int:
+    """Where rows that ranks name begin, of `counts[r, s]` (int64 `[W, S]`) of rank r on shelf s.
+
+    Writes int64: `starts` `[W, S + 1]` by rank and shelf; `sizes`, how many are in each of `parts`
+    parts of as many shelves, and `bases`, those before. Returns the highest of `rows` (int32 `[R]`)
+    read without a sign, 0 for none; -1 if the counts are not of R rows.
+    """
+    begin, shelves, highest = 0, counts.shape[1] // parts, np.uint32(0)
+    sizes[:] = 0
+    for rank in range(len(counts)):
+        starts[rank, 0] = begin
+        for shelf in range(counts.shape[1]):
+            begin += counts[rank, shelf]
+            starts[rank, shelf + 1] = begin
+            sizes[shelf // shelves] += counts[rank, shelf]
+    before = 0
+    for part in range(parts):
+        bases[part] = before
+        before += sizes[part]
+    for i in range(len(rows)):
+        highest = max(highest, np.uint32(rows[i]))
+    return np.int64(highest) if begin == len(rows) else -1
 
 
 @compiled(types.void(out4))
@@ -644,8 +689,8 @@ class Due(NamedTuple):
     have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of
     the first on: `fetch`, which of the home's rows to fetch, and `fetched`, their local rows;
     `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]` each. `done` int64
-    `[K, 3]`: how many are fetched, how many leave, and the latest last use of a slot that is
-    filled, -2 where slots are too few.
+    `[K, 5]`: how many are fetched, how many leave, the latest last use of a slot that is filled,
+    -2 where slots are too few, and from where on `fetch` and `evict_slots` have those.
     """
 
     step: int
@@ -769,6 +814,7 @@ def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
     latest = take(home, part, *when, highest, due.fetched, came, came + misses)
     due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
+    due.done[part, 3], due.done[part, 4] = came, gone
     if latest < -1:
         return
     due.done[part, 1] = fill(home, part, due, misses, came, gone)
@@ -824,6 +870,27 @@ def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
         ingest_part(home, part, named)
         plan_part(home, part, due, came, gone)
         came, gone = came + due.done[part, 0], gone + due.done[part, 1]
+
+
+@compiled(types.UniTuple(i8, 3)(_due, out8, out8))
+def gather(due: Due, fetched: np.ndarray, evicted: np.ndarray) -> tuple[int, int, int]:
+    """What all parts fetch and evict without gaps: `due.fetch` and `due.evict_slots` in their
+    places, `due.fetched` and `due.evicted` in these int64. How many these are, and the latest last
+    use of a slot that is filled, -2 where some part has too few."""
+    came, gone, latest = 0, 0, -1
+    for part in range(len(due.done)):
+        misses, leaving, used = due.done[part, 0], due.done[part, 1], due.done[part, 2]
+        first, out = due.done[part, 3], due.done[part, 4]
+        if used < -1:
+            return 0, 0, -2
+        latest = max(latest, used)
+        for i in range(misses):
+            due.fetch[came + i], fetched[came + i] = due.fetch[first + i], due.fetched[first + i]
+        for i in range(leaving):
+            due.evict_slots[gone + i] = due.evict_slots[out + i]
+            evicted[gone + i] = due.evicted[out + i]
+        came, gone = came + misses, gone + leaving
+    return came, gone, latest
 
 
 # -----------------------------------------------------------------------------

@@ -480,15 +480,15 @@ def _in_spans(
     """Spans and labels of `distinct_rows`; and for each span the occurrences, and what `follow`
     gives for its distinct rows, in the thread that found them."""
     ids = np.ascontiguousarray(ids, dtype=np.int64)
-    heads, rooms = np.flatnonzero(pieces[4]), pieces[4].max(initial=1)
-    ends = np.append(heads[1:], pieces.shape[1]).tolist()
-    starts = np.concatenate(([0], pieces[4, heads].cumsum())).tolist()
-    size = 1 << (2 * int(rooms) - 1).bit_length()
+    rooms = pieces[4].tolist()  # of few pieces
+    heads = [piece for piece, room in enumerate(rooms) if room]
+    ends, size = [*heads[1:], len(rooms)], 1 << (2 * max(rooms, default=1) - 1).bit_length()
+    starts = list(accumulate((rooms[piece] for piece in heads), initial=0))
     distinct, labels, occurs = (np.empty(len(ids), of) for of in (np.int64, np.int32, np.int32))
 
     def name(first: int, last: int) -> tuple[int, int, np.ndarray, Any]:
         own, scratch = slice(starts[first], starts[last]), _scratch(size)
-        among = int(heads[first]), ends[last - 1]
+        among = heads[first], ends[last - 1]
         count = loops.name_rows(ids, pieces, *among, *scratch, distinct[own], labels, occurs[own])
         if count < 0:
             at = -1 - count
