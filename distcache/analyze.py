@@ -6,8 +6,7 @@
 4. `report.md`, `report.json`, pictures and statistics are written; the terminal gets a table and
    the advice.
 
-With `simulate=true` policies, sizes, windows and ranks are replayed too, from the data or from a
-file of ids (`trace=`).
+With `simulate=true` policies, sizes, windows and ranks are replayed too.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from distcache.cli.analyze_run import (
     Target,
     analyze,
     check_line,
-    simulate_trace,
 )
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
 from distcache.cli.run import (
@@ -69,8 +67,7 @@ def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     check_line(line)
     output = output_folder(line.values.output, "runs/analyze-")
     open_folder(output, "output")
-    make = _simulation if line.values.trace else _analysis
-    text, stopped_by = make(line, output, command)
+    text, stopped_by = _analysis(line, output, command)
     sys.stdout.write(f"\n{text}")
     sys.stdout.flush()
     log.info("the report is in %s", output)
@@ -468,8 +465,8 @@ def plot_misses(
     figure: Any,
     total_rows: int,
     outcomes: Sequence[Outcome],
-    points: Sequence[SizePoint] = (),
-    advised: SizePoint | None = None,
+    points: Sequence[SizePoint],
+    advised: SizePoint,
 ) -> None:
     """Share of lookups that miss by cache size: the configured policy over the run, the best fixed
     set, and the simulated policies at their first number of ranks."""
@@ -487,10 +484,9 @@ def plot_misses(
         line(name, ((p.slots, p.rate) for p in points), color="#0072b2", linewidth=2)
         name = "best fixed set, always cached (from counts)"
         line(name, ((p.slots, p.static) for p in points), color="#d55e00", linestyle="--")
-    if advised is not None:
-        name = f"advised: {sum(advised.slots):,} rows per rank"
-        at = 100 * sum(advised.slots) / total_rows
-        panel.axvline(at, color="#555555", linewidth=1, label=name)
+    name = f"advised: {sum(advised.slots):,} rows per rank"
+    at = 100 * sum(advised.slots) / total_rows
+    panel.axvline(at, color="#555555", linewidth=1, label=name)
     lines: dict[str, list[tuple[Sequence[int], float]]] = {}
     for outcome in outcomes:
         world, rate = outcome.case.world_size, outcome.hit_rate_lookups
@@ -567,15 +563,11 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     parts.append("```\n" + "\n".join(advice.paste) + "\n```")
     parts += ["## What was read", read_text(analysis), *(table.section for table in tables)]
     parts += [f"![{name}]({name}.png)" for name, drawn in pictures.items() if drawn]
-    _leave(out, command, parts, values(analysis, advice))
-    return terminal(analysis, advice)
-
-
-def _leave(out: Path, command: Sequence[str], parts: Sequence[str], values: dict) -> None:
-    """Write `report.md` of these parts and `report.json` of these values, with the machine."""
     environment = describe_environment(1) | {"command": [*command]}
-    write_json(out / "report.json", plain(values | {"environment": environment}))
+    found = values(analysis, advice) | {"environment": environment}
+    write_json(out / "report.json", plain(found))
     write_report(out / "report.md", parts, environment)
+    return terminal(analysis, advice)
 
 
 def read_text(analysis: Analysis) -> str:
@@ -646,20 +638,15 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             | {"static_lookups": point.static, "static_distinct": point.static_distinct}
             for point in analysis.points
         ],
-        "simulated": outcome_values(analysis.simulated, sizes.row_bytes),
+        "simulated": [
+            {
+                **_outcome(outcome),
+                "host_to_device_bytes": outcome.host_to_device_bytes(sizes.row_bytes),
+                "device_to_host_bytes": outcome.device_to_host_bytes(sizes.row_bytes),
+            }
+            for outcome in analysis.simulated
+        ],
     }
-
-
-def outcome_values(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> list[dict[str, Any]]:
-    """Outcomes as JSON values."""
-    return [
-        {
-            **_outcome(outcome),
-            "host_to_device_bytes": outcome.host_to_device_bytes(row_bytes),
-            "device_to_host_bytes": outcome.device_to_host_bytes(row_bytes),
-        }
-        for outcome in outcomes
-    ]
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
@@ -668,32 +655,6 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     about = vars(case) | {"label": case.label, "policy": policy}
     more = "fetched written_back tight_steps seconds"
     return about | {name: getattr(outcome, name) for name in f"{names} {more}".split()}
-
-
-_ROW_BYTES = 4
-"""A file of ids says nothing of widths: bytes are those of one float32 element of each row."""
-
-
-def _simulation(
-    line: Line[AnalyzeConfig], out: Path, command: Sequence[str]
-) -> tuple[str, int | None]:
-    """Replay a file of ids and write the report into the folder `out`; what to print."""
-    trace, outcomes = simulate_trace(line.values.trace, line.values.analyze)
-    table = simulation_table(outcomes, [_ROW_BYTES])
-    read = (
-        f"{trace.ids:,} ids in {trace.steps:,} steps, of {trace.rows:,} rows; bytes are those of "
-        "one float32 element of each row."
-    )
-    drawn = draw(out / "misses.png", (9, 7), plot_misses, trace.rows, outcomes)
-    said = holds_that_bind(outcomes)
-    parts = ["# A simulated trace", read, table.section, *said]
-    parts += ["![misses](misses.png)"] * drawn
-    record = {
-        "read": {"ids": trace.ids, "steps": trace.steps, "rows": trace.rows},
-        "simulated": outcome_values(outcomes, [_ROW_BYTES]),
-    }
-    _leave(out, command, parts, record)
-    return "\n\n".join([read, table.aligned, *said]) + "\n", None
 
 
 if __name__ == "__main__":

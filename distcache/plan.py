@@ -3,8 +3,8 @@
 1. The command line says what the tables, the batch and the cluster are.
 2. With `measure=true` links and row operations of this machine are timed.
 3. Every layout is predicted for that cluster, and for 1, 2, 4, ... ranks.
-4. `report.md`, `plan.png`, `predictions.jsonl`, `cluster.json` and `overrides.txt`, the overrides
-   that choose the winner, are written.
+4. `report.md`, `predictions.jsonl`, `cluster.json` and `overrides.txt`, the overrides that choose
+   the winner, are written.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, pars
 from distcache.cli.run import (
     Table,
     describe_environment,
-    draw,
     human_bytes,
     open_folder,
-    tidy,
     write_report,
 )
 from distcache.cost.cluster import Cluster, write_cluster
@@ -70,17 +68,14 @@ def run(line: Line[Options], command: Sequence[str]) -> int:
 # -----------------------------------------------------------------------------
 # The tables of a plan, as rows of text.
 
-_LAYOUTS = {
-    SHARDED: ("sharded", "#0072B2", "o", "-", 1.6),
-    REPLICATED: ("replicated", "#D55E00", "s", "-", 1.6),
-    MIXED: ("mixed", "#009E73", "^", "-", 3.5),
-    TABLE_WISE: ("hybrid table-wise", "#555555", "D", "--", 1.6),
-    ROW_WISE: ("hybrid row-wise", "#CC79A7", "v", "--", 1.6),
+LABELS = {
+    SHARDED: "sharded",
+    REPLICATED: "replicated",
+    MIXED: "mixed",
+    TABLE_WISE: "hybrid table-wise",
+    ROW_WISE: "hybrid row-wise",
 }
-"""How tables and pictures call the layouts, and colour (Okabe & Ito), mark, line and its width of
-each: what may lie under another line is wider."""
-
-LABELS = {layout: name for layout, (name, *_) in _LAYOUTS.items()}
+"""How tables call the layouts."""
 
 
 def label(prediction: Prediction) -> str:
@@ -230,61 +225,7 @@ def _kib(nbytes: float) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The picture of a plan: bytes and step time by number of ranks.
-
-
-def plot_sweep(
-    figure: Any, points: Sequence[Point], crossings: Sequence[Crossover], objective: str
-) -> None:
-    """Two panels, bytes and time, over ranks; both axes logarithmic.
-
-    Hollow marks: does not fit. Vertical lines: the winner by `objective` changes.
-    """
-    panels = figure.subplots(1, 2)
-    titles = {
-        "bytes": ("Rows and row gradients sent", "KiB per rank and step", 1 / 1024),
-        "time": ("Predicted step time", "milliseconds", 1e3),
-    }
-    for panel, (key, (title, unit, scale)) in zip(panels, titles.items(), strict=True):
-        for name in sorted(_LAYOUTS, key=lambda name: -_LAYOUTS[name][-1]):
-            _line(panel, points, name, key, scale)
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        worlds = [point.world_size for point in points]
-        panel.set_xticks(worlds, [f"{world:,}" for world in worlds])
-        panel.set(title=title, xlabel="ranks (logarithmic)", ylabel=f"{unit} (logarithmic)")
-        tidy(panel)
-        for crossing in crossings if key == objective else ():
-            panel.axvline(crossing.at, color="black", linewidth=1, linestyle=(0, (2, 3)))
-            text, at = f" {LABELS[crossing.new]} from {crossing}", panel.get_xaxis_transform()
-            style = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8}
-            panel.text(crossing.at, 0.99, text, transform=at, **style)
-    handles, labels = panels[1].get_legend_handles_labels()
-    by_name = dict(zip(labels, handles, strict=True))
-    named = [name for name in LABELS.values() if name in by_name]
-    title = "hollow: does not fit" + ("; dotted: the winner changes" if crossings else "")
-    where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "title": title}
-    figure.legend([by_name[name] for name in named], named, **where)
-
-
-def _line(panel: Any, points: Sequence[Point], name: str, key: str, scale: float) -> None:
-    """One layout's line, where it has values above 0."""
-    _, colour, mark, line, width = _LAYOUTS[name]
-    found = [(point.world_size, point.of(name)) for point in points]
-    shown = [(w, p.cost[key] * scale, p.refused is None) for w, p in found if p and p.cost[key] > 0]
-    if not shown:
-        return
-    style = {"color": colour, "markersize": 4 + width, "linewidth": width}
-    worlds, values, _ = zip(*shown, strict=True)
-    panel.plot(worlds, values, label=LABELS[name], linestyle=line, marker=mark, **style)
-    if hollow := [pair for *pair, able in shown if not able]:
-        style |= {"linestyle": "none", "markerfacecolor": "white", "markeredgecolor": colour}
-        panel.plot(*zip(*hollow, strict=True), marker=mark, **style)
-
-
-# -----------------------------------------------------------------------------
-# What a plan leaves: `report.md`, `predictions.jsonl`, `plan.png`, `overrides.txt` and
-# `cluster.json`.
+# What a plan leaves: `report.md`, `predictions.jsonl`, `overrides.txt` and `cluster.json`.
 
 OVERRIDES, REPORT = "overrides.txt", "report.md"
 
@@ -294,8 +235,7 @@ _WIDTH = 110
 
 def write_plan(plan: Plan, command: Sequence[str]) -> str:
     """Write everything into the folder of the request; the summary for the terminal."""
-    out, swept = plan.request.output, (plan.points, plan.crossovers)
-    drawn = draw(out / "plan.png", (13, 6), plot_sweep, *swept, plan.request.options.objective)
+    out = plan.request.output
     environment = describe_environment(1) | {"command": [*command]}
     overrides = overrides_of(plan)
     (out / OVERRIDES).unlink(missing_ok=True)  # of a plan before, into the same folder
@@ -307,13 +247,12 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
             lines.write(json.dumps(plain(record)) + "\n")
     tables = [traffic_table(plan.here), time_table(plan.here)]
     tables.append(sweep_table(plan.points, plan.request.options.objective))
-    crossings = crossover_text(*swept)
+    crossings = crossover_text(plan.points, plan.crossovers)
     paste = [*overrides, f"# python -m distcache.train $(cat {OVERRIDES}) ..."]
     parts = ["# Predicted layouts", "## Advice", advice(plan)]
     parts += ["```\n" + "\n".join(paste) + "\n```"]
     parts += [f"Note: {warning}." for warning in plan.warnings]
     parts += [*(table.section for table in tables), crossings]
-    parts += ["![bytes and step time by ranks](plan.png)"] if drawn else []
     parts += [cluster_table(plan.here.cluster).section]
     parts.append(f"Dense part: {plan.request.dense_parameters:,} parameters.")
     write_report(out / REPORT, parts, environment)

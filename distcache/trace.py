@@ -1,12 +1,11 @@
-"""What a stream of ids asks of every home, step by step, found once; and the streams themselves."""
+"""What a stream of ids asks of every home, step by step, found once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -104,27 +103,26 @@ class Trace:
 class Recorder:
     """Records steps of ids as a `Trace`; finding distinct rows is what the planner does.
 
-    `rows`: V, or None where only the ids will tell; `worlds`: numbers of ranks. Raises ConfigError
-    for a number of ranks below 1, or none.
+    `rows`: V; `worlds`: numbers of ranks. Raises ConfigError for a number below 1, or none.
     """
 
     def __init__(
-        self, rows: int | None, worlds: Sequence[int] = (1,), most_bytes: int | None = None
+        self, rows: int, worlds: Sequence[int] = (1,), most_bytes: int | None = None
     ) -> None:
         """`most_bytes` bounds what is recorded; None: a share of the memory that can be had now."""
         if not worlds or min(worlds) < 1:
             raise ConfigError(f"world sizes {list(worlds)}: give at least one, all of at least 1")
-        if rows is not None and rows > _MOST:
+        if rows > _MOST:
             raise ConfigError(f"{rows} rows: plans number the rows of a home up to {_MOST}")
         self.rows, self.full = rows, False
         self.most_bytes = int(available_memory() * _SHARE) if most_bytes is None else most_bytes
-        table = TableSpec("trace", rows or _MOST, 1, ("trace",))
+        table = TableSpec("trace", rows, 1, ("trace",))
         self._layouts = {world: RowLayout([table], world) for world in sorted(set(worlds))}
         self._steps: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {
             world: [[] for _ in range(world)] for world in self._layouts
         }
         self._training: list[bool] = []
-        self._ids = self._bytes = self._largest = 0
+        self._ids = self._bytes = 0
 
     def add(self, named: Callable[[int, int], np.ndarray], training: bool = True) -> None:
         """Record a step; `named(rank, world)`: the rows that a rank of so many names, int64 `[n]`.
@@ -135,10 +133,6 @@ class Recorder:
         for world, layout in self._layouts.items():
             rows = np.concatenate([named(rank, world) for rank in range(world)])
             ids = len(rows)
-            self._largest = max(self._largest, int(rows.max(initial=0)))
-            if self.rows is None and self._largest >= _MOST:
-                how = f"a trace takes ids up to {_MOST - 1}: renumber"
-                raise DataError(f"id {self._largest}: {how}")
             distinct, _, labels, _ = distinct_rows(rows)
             counts = np.bincount(labels, minlength=len(distinct)).astype(np.int32)
             homes = layout.home(distinct)
@@ -166,8 +160,7 @@ class Recorder:
         for world in self._layouts:
             parts = self._steps.pop(world)
             homes[world] = tuple(_numbered(parts.pop(0)) for _ in range(world))
-        rows = self._largest + 1 if self.rows is None else self.rows
-        return Trace(rows, self._ids, np.array(self._training), homes)
+        return Trace(self.rows, self._ids, np.array(self._training), homes)
 
 
 def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
@@ -179,7 +172,7 @@ def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
 
 
 # -----------------------------------------------------------------------------
-# Traces of batch sources, as training reads them, and of files of ids.
+# Traces of batch sources, as training reads them.
 
 Progress = Callable[[int], None]
 """Told the number of ids of every step that was read."""
@@ -239,107 +232,3 @@ def _rows_of(
         for place, first in features
     ]
     return np.concatenate([np.empty(0, np.int64), *pieces])
-
-
-def record_ids(
-    steps: Iterable[np.ndarray],
-    rows: int | None = None,
-    worlds: Sequence[int] = (1,),
-    progress: Progress | None = None,
-    most_bytes: int | None = None,
-) -> Trace:
-    """The trace of steps of ids, int64 `[n]`, of one table of `rows` rows (None: as many as the
-    ids need). Each of W ranks takes a contiguous part of a step. Raises DataError for an id outside
-    the table."""
-    recorder = Recorder(rows, worlds, most_bytes)
-    for step, given in enumerate(steps):
-        ids = np.ascontiguousarray(given, dtype=np.int64)
-        outside = (ids < 0) | (ids >= rows) if rows is not None else ids < 0
-        if outside.any():
-            bad = int(ids[outside.argmax()])
-            of = "ids are not negative" if rows is None else f"the table has {rows} rows"
-            raise DataError(f"step {step} of the trace has the id {bad}: {of}")
-        recorder.add(lambda *place, ids=ids: ids[slice(*slice_bounds(len(ids), *place))])
-        if progress is not None:
-            progress(len(ids))
-        if recorder.full:
-            break
-    return recorder.finish()
-
-
-def read_steps(path: str | Path, ids_per_step: int | None = None) -> Iterator[np.ndarray]:
-    """The steps of a file of ids, int64 `[n]` each, read as they are asked for.
-
-    A `.npy` file of integers, `[steps, n]`, or `[ids]` with `ids_per_step`; any other file is text,
-    ids separated by blanks, a step to a line. With `ids_per_step` lines and rows mean nothing: that
-    many ids make a step (the last one may have fewer). Raises DataError for an empty file and for
-    what is no id, naming place and value.
-    """
-    if ids_per_step is not None and ids_per_step < 1:
-        raise ConfigError(f"{ids_per_step} ids per step: give at least 1")
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"{file}: there is no such file of ids")
-    if file.suffix == ".npy":
-        steps = _array_steps(file, ids_per_step)
-    else:
-        steps = _text_steps(file) if ids_per_step is None else _cut(_text_steps(file), ids_per_step)
-    empty = True
-    for ids in steps:
-        empty = empty and not len(ids)
-        yield ids
-    if empty:
-        raise DataError(f"{file} has no ids: there is nothing to replay")
-
-
-def _cut(lines: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The same ids in steps of `size`."""
-    kept: list[np.ndarray] = []
-    count = 0
-    for line in lines:
-        kept.append(line)
-        count += len(line)
-        if count >= size:
-            joined = np.concatenate(kept)
-            whole = len(joined) // size * size
-            yield from joined[:whole].reshape(-1, size)
-            kept, count = [joined[whole:]], count - whole
-    if count:
-        yield np.concatenate(kept)
-
-
-def _array_steps(file: Path, ids_per_step: int | None) -> Iterator[np.ndarray]:
-    try:
-        ids = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
-        raise DataError(f"{file} is not an array of ids ({error})") from error
-    if ids.dtype.kind not in "iu":
-        first = f", its first value is {ids.reshape(-1)[0]}" if ids.size else ""
-        raise DataError(f"{file} holds {ids.dtype}{first}: ids are integers (int64)")
-    if ids.ndim != 2 and (ids.ndim != 1 or ids_per_step is None):
-        raise DataError(
-            f"{file} has shape {list(ids.shape)}: give [steps, ids], or [ids] and how many ids "
-            "make a step"
-        )
-    flat, size = ids.reshape(-1), ids_per_step or max(ids.shape[1], 1)
-    for start in range(0, len(flat), size):
-        step = np.asarray(flat[start : start + size])
-        if step.max() > np.iinfo(np.int64).max:
-            raise DataError(f"{file} holds {step.max()}: ids are int64")
-        if step.min() < 0:
-            place = start + int((step < 0).argmax())
-            raise DataError(f"{file}: id {place} is {step.min()}: ids are not negative")
-        yield step.astype(np.int64)
-
-
-def _text_steps(file: Path) -> Iterator[np.ndarray]:
-    """The ids of each line; an empty line is a step without ids."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            tokens = line.split()
-            for token in tokens:
-                if not token.isdigit() or int(token) > np.iinfo(np.int64).max:
-                    shown = token.decode(errors="replace")
-                    place = f"{file}, line {number}"
-                    raise DataError(f"{place}: {shown!r} is not an id (an integer >= 0)")
-            yield np.array(tokens, dtype="S").astype(np.int64)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distcache.comm.world import Nodes
+from distcache.data.batch import slice_bounds
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.shard import (
@@ -31,6 +32,7 @@ from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.statistics import GroupPopularity
 from distcache.replay import HomeRun
 from distcache.step_plan import StepPlan
+from distcache.trace import Recorder, Trace
 
 
 @dataclass(frozen=True)
@@ -152,3 +154,19 @@ class SimulatedWorld:
                 tail = ShardParts(own[rank], replies, *sizes, *how)
             plans.append(assemble(request, parts, shared[rank], after, tail))
         return plans
+
+
+def record_ids(
+    steps: Iterable[np.ndarray],
+    rows: int,
+    worlds: Sequence[int] = (1,),
+    most_bytes: int | None = None,
+) -> Trace:
+    """The trace of steps of ids, int64 `[n]`, of one table of `rows` rows: each of W ranks takes a
+    contiguous part of a step."""
+    recorder = Recorder(rows, worlds, most_bytes)
+    for ids in steps:
+        recorder.add(lambda *place, ids=ids: ids[slice(*slice_bounds(len(ids), *place))])
+        if recorder.full:
+            break
+    return recorder.finish()

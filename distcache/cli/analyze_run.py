@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from distcache.cli.compose import Line
 from distcache.cli.run import progress_bar
 from distcache.config import option
 from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config
-from distcache.errors import ConfigError, DataError
-from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy, auto_lookahead
+from distcache.errors import ConfigError
+from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, TableProfile
 from distcache.popularity.slots import BY_CURVE
-from distcache.replay import Case, Outcome, Popularity, popularity_of, replay
-from distcache.trace import Trace, read_steps, record_ids
+from distcache.replay import Case, Outcome, Popularity, replay
+from distcache.trace import Trace
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import (
@@ -70,8 +68,6 @@ class Options:
     lookaheads: list[int] | None = option(
         None, "simulate=true: windows of lookahead, in steps; null: that of a run"
     )
-    ids_per_step: int = option(0, "trace=<file>: ids of a step; 0: those of a line, or row")
-    trace_rows: int = option(0, "trace=<file>: rows of its table; 0: the largest id + 1")
 
     @property
     def share(self) -> float | None:
@@ -101,7 +97,6 @@ class AnalyzeConfig(Config):
 
     analyze: Options = field(default_factory=Options)
     simulate: bool = option(False, "replay policies x sizes x windows x ranks")
-    trace: str = option("", "a file of ids to simulate, in place of the data")
     output: str = option("", "folder of the report; empty: runs/analyze-<time>")
 
 
@@ -113,8 +108,7 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
     wanted, how = options.target_hit_rate, "above 0 and below 1, such as 0.95"
     share = f"analyze.target_hit_rate={wanted}: give a share of the lookups {how}"
     refuse_if(not 0 < wanted < 1, share)
-    for key, bound in (("replay", 1), ("ids_per_step", 0), ("trace_rows", 0)):
-        at_least(f"analyze.{key}", getattr(options, key), bound)
+    at_least("analyze.replay", options.replay, 1)
     for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
         given = getattr(options, key)
         wrong = given is not None and min(given, default=-1) < bound
@@ -122,20 +116,13 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
     for size in options.sizes or ():
         wrong = size <= 0 or (size > 1 and size != int(size))
         refuse_if(wrong, f"analyze.sizes={size}: give shares of the rows in (0, 1], or whole rows")
-    trace, simulate = line.values.trace, line.values.simulate
-    lone = f"trace={trace} is a trace to simulate: give simulate=true as well"
-    refuse_if(trace and not simulate, lone)
+    simulate = line.values.simulate
     for key in ("policies", "sizes", "lookaheads"):
         refuse_if(
             f"analyze.{key}" in line.given and not simulate,
             f"analyze.{key} says what simulate=true replays: give that as well, or leave "
             f"analyze.{key} out",
         )
-    own = f"{next(iter(line.overrides), '')} speaks of a data source"
-    refuse_if(
-        trace and line.overrides,
-        f"{own}, and trace={trace} takes its place: leave one of them out",
-    )
     _ = options.share, options.chosen_policies
 
 
@@ -206,28 +193,6 @@ def fitting_sizes(
     found = {smallest, rounded_up(2 * smallest), rounded_up(4 * smallest)}
     found |= {size for size in sizes if size > smallest}
     return tuple(sorted(found)[: len(sizes)])
-
-
-def simulate_trace(path: str, options: Options) -> tuple[Trace, list[Outcome]]:
-    """The trace of a file of ids, in the place of a data source, and its cases replayed.
-
-    Raises DataError for ids that are negative or no integers, naming place and value.
-    """
-    try:
-        with progress_bar("read", None, "id") as bar:
-            steps, rows = read_steps(path, options.ids_per_step or None), options.trace_rows or None
-            trace = record_ids(steps, rows, options.world_sizes, bar.update)
-    except DataError as error:
-        raise DataError(f"trace: {error}; correct the file, or name another one") from error
-
-    def slots(size: float, world: int) -> tuple[int, ...]:
-        rows = size * trace.rows if size <= 1 else size
-        return (max(1, min(trace.rows, int(np.ceil(rows)))),)
-
-    def ahead(_: tuple[int, ...], world: int) -> tuple[int, int]:
-        return auto_lookahead(trace.ids / max(trace.steps, 1) / world, 1), 1
-
-    return trace, simulated(options, [trace], slots, ahead, popularity_of([trace]))
 
 
 # -----------------------------------------------------------------------------

@@ -40,7 +40,6 @@ MOVED = {
     "output": "run.dir",
     "analyze.output": "output",
     "analyze.simulate": "simulate",
-    "analyze.trace": "trace",
 }
 """Keys that have another name now, or in another command."""
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from simulator import record_ids
 from source_runs import summaries
 
 from distcache.analyze import holds_that_bind, main
@@ -27,7 +28,6 @@ from distcache.popularity.curve import Curve
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case, GroupCounts, Outcome, replay
 from distcache.store import memory as available
-from distcache.trace import record_ids
 from distcache.trainer.prediction import RecordedRun
 
 SMALL = (
@@ -208,7 +208,6 @@ def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> No
         ("analyze.hit_rate=1", "analyze.hit_rate: no such key: did you mean analyze.target"),
         ("run.dir=here", "run.dir: nothing is trained"),
         ("parallel=host", "parallel: nothing is trained"),
-        ("trace=x.txt", "trace=x.txt is a trace to simulate: give simulate=true"),
         ("--simulate", "--simulate: write simulate=..."),
         ("analyze.output=x", "analyze.output: no such key: did you mean output?"),
         ("analyze.replay=many", "analyze.replay=many: give a whole number"),
@@ -242,23 +241,6 @@ def test_simulation_of_the_data(tmp_path: Path) -> None:
         assert 0 < case["hit_rate"] < 1
     text = (tmp_path / "out/report.md").read_text()
     assert "## Simulated policies" in text and "Training would refuse" in text
-
-
-def test_simulation_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    rng = np.random.default_rng(0)
-    ids = (1000 * rng.random((50, 40)) ** 3).astype(np.int64)
-    np.save(tmp_path / "ids.npy", ids)
-    words = ("simulate=true", f"trace={tmp_path / 'ids.npy'}", "analyze.sizes=0.1,1.0")
-    report = run(tmp_path, *words)
-    assert report["read"] == {"ids": 2000, "steps": 50, "rows": int(ids.max()) + 1}
-    assert {case["label"] for case in report["simulated"]} == {"MIN", "lookahead 64, lfu", "lru"}
-    assert "of MIN" in capsys.readouterr().out
-    said = refused(capsys, *words, "optim=adam", f"output={tmp_path}")
-    assert "optim=adam speaks of a data source" in said
-    bad = tmp_path / "ids.txt"
-    bad.write_text("1 2\n3 -4\n")
-    said = refused(capsys, "simulate=true", f"trace={bad}", f"output={tmp_path / 'o'}")
-    assert "trace: " in said and "line 2: '-4'" in said and "name another one" in said
 
 
 @pytest.mark.parametrize(("share", "ahead", "binds"), [(0.4, 1, 1), (0.4, 0, 0), (0.1, 1, 0)])

@@ -48,17 +48,14 @@ def asked(records: list[dict]) -> dict[str, dict]:
 
 
 def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    pytest.importorskip("matplotlib")
     records = run(tmp_path, *SMALL, "nodes=2", "optim=adagrad")
-    picture = (tmp_path / "plan.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     shown, report = capsys.readouterr().out, (tmp_path / "report.md").read_text()
     found = asked(records)
     assert set(found) == {*CACHED, *HYBRID}
     assert [r["placement"] for r in found.values() if r["best"]] != []
     for name in ("sharded", "replicated", "mixed, K = ", "hybrid table-wise", "hybrid row-wise"):
         assert name in shown and name in report
-    assert "(plan.png)" in report and "(nvlink4)" in report
+    assert "(nvlink4)" in report
     sweep = [r for r in records if r["kind"] == "prediction" and not r["asked"]]
     assert sorted({r["world_size"] for r in sweep}) == [1, 2, 4, 8, 16]
     assert {r["nodes"] for r in sweep if r["world_size"] == 16} == {8}  # two ranks on each
@@ -192,7 +189,7 @@ def test_widths_that_fbgemm_has_not_are_not_for_hybrid(tmp_path: Path) -> None:
     ("main", "words"),
     [
         (main, "criteo_kaggle criteo_terabyte h100 measure= most_ranks=1024"),
-        (analyze, "analyze.target_hit_rate=0.95 analyze.sample=auto simulate=false trace="),
+        (analyze, "analyze.target_hit_rate=0.95 analyze.sample=auto simulate=false output="),
     ],
 )
 def test_help_names_every_key(main, words: str, capsys: pytest.CaptureFixture) -> None:

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from cost_cases import cluster, counted, demand, draw, layout, settings
+from simulator import record_ids
 
 from distcache.cost import traffic as module
 from distcache.cost.demand import GroupDemand, demand_at, zipf_curve, zipf_sources
@@ -16,7 +17,6 @@ from distcache.cost.traffic import expected_hits, miniature
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT
 from distcache.replay import Case, replay
-from distcache.trace import record_ids
 
 WORLD, STEPS = 2, 120
 

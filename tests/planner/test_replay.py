@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from plan_streams import BODIES, streams, using
 from protocol_cases import CASE, SLOTS, make, train
 from ranks import run_ranks
-from simulator import simulate
+from simulator import record_ids, simulate
 
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError
 from distcache.planner.home import Parts
 from distcache.planner.victims import Policy
 from distcache.replay import Case, GroupCounts, Outcome, belady, replay
-from distcache.trace import Recorder, Trace, record_ids, record_source
+from distcache.trace import Recorder, Trace, record_source
 
 
 def recorded(steps: Sequence[Sequence[np.ndarray]], rows: int, world: int) -> Trace:
@@ -167,7 +167,7 @@ def test_groups_are_summed_told_one_by_one_and_refused_by_name() -> None:
 
 
 def test_cases_that_cannot_be_served_are_refused() -> None:
-    trace = record_ids([np.arange(4)], worlds=(1, 3))
+    trace = record_ids([np.arange(4)], 4, worlds=(1, 3))
     with pytest.raises(ConfigError, match=r"recorded for world sizes 1, 3, not 2"):
         replay(trace, [Case(Policy(), (4,), world_size=2)])
     with pytest.raises(ConfigError, match="slots for 2 groups, not 1"):
@@ -175,7 +175,7 @@ def test_cases_that_cannot_be_served_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"frequency ranks rows by statistics"):
         replay(trace, [Case(Policy("frequency"), (4,))])
     with pytest.raises(ConfigError, match="1 and 2 steps"):
-        replay([trace, record_ids([np.arange(4)] * 2)], [Case(Policy(), (4, 4))])
+        replay([trace, record_ids([np.arange(4)] * 2, 4)], [Case(Policy(), (4, 4))])
     for wrong in ({"slots": ()}, {"slots": (0,)}, {"lookahead": -1}, {"prefetch": -1}):
         with pytest.raises(ConfigError, match="at least"):
             Case(**{"policy": Policy(), "slots": (4,), **wrong})
@@ -184,7 +184,7 @@ def test_cases_that_cannot_be_served_are_refused() -> None:
 
 
 def test_an_index_takes_memory_for_the_rows_that_are_named_alone() -> None:
-    trace = record_ids([np.array([5, 10**9])])
+    trace = record_ids([np.array([5, 10**9])], 10**9 + 1)
     for policy in (Policy(tail="lru"), Policy("lfu")):
         assert replay(trace, [Case(policy, (2,))])[0].fetched == 2
 
@@ -246,14 +246,10 @@ def test_two_groups_bags_and_the_rows_that_are_left(world: int) -> None:
 
 
 def test_the_page_on_replay_runs_as_it_stands(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    checkout: Path, capsys: pytest.CaptureFixture
 ) -> None:
     page = (checkout / "docs/replay.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
-    rng = np.random.default_rng(0)
-    lines = [" ".join(map(str, rng.integers(0, 40_000, 5_000))) for _ in range(12)]
-    (tmp_path / "ids.txt").write_text("\n".join(lines) + "\n")
-    monkeypatch.chdir(tmp_path)
     exec(compile(code, "replay.md", "exec"), {})
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in shown] == ["MIN", "lookahead", "lookahead", "lru"]

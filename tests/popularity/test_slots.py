@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from simulator import record_ids
 
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec
@@ -36,7 +37,7 @@ from distcache.popularity.statistics import (
 )
 from distcache.replay import Case, pinned_rows, popularity_of, replay
 from distcache.store import memory as available
-from distcache.trace import Trace, record_ids
+from distcache.trace import Trace
 
 SOURCE = SimpleNamespace(features=("a", "b"), table_rows=(4, 10), vocabulary="ids")
 
