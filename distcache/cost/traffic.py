@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -130,60 +129,20 @@ AT_HOME = "home"
 """The optimizer state of replicated rows lies at their homes alone."""
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """Rows of one group: D elements, S of optimizer state, bytes of an element; `state`: where
-    that of replicated rows lies, `replicated` or `home`."""
-
-    dim: int
-    state_width: int = 0
-    itemsize: int = 4
-    state: str = REPLICATED
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row."""
-        return self.dim * self.itemsize
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of a row and its state."""
-        return (self.dim + self.state_width) * self.itemsize
-
-
-Rows = TypeVar("Rows", float, np.ndarray)
-"""Numbers of rows that go their way: expected ones, or exact ones from rank to rank."""
-
-
-def replicated_bytes(row: RowFormat, fetched: Rows, named: Rows, summed: Rows) -> dict[str, Rows]:
-    """Bytes by stage of replicated rows: `fetched` ones, gradients of those that ranks `named`, and
-    the sums of rows (with state at home: the rows) that homes send back."""
-    filled = row.row_bytes if row.state == AT_HOME else row.stored_bytes
-    return {
-        "fill": fetched * filled,
-        "row_gradients": named * row.row_bytes,
-        "row_sums": summed * row.row_bytes,
-    }
-
-
-def sharded_bytes(row: RowFormat, late: Rows, named: Rows, gradients: Rows) -> dict[str, Rows]:
-    """Bytes by stage of sharded rows: those that ranks `named` come to them, the `late` ones after
-    the step before, and `gradients` of them go back."""
-    return {
-        "late_rows": late * row.row_bytes,
-        "early_rows": (named - late) * row.row_bytes,
-        "row_gradients": gradients * row.row_bytes,
-    }
-
-
 def replicated_exchanges(
     group: GroupDemand, world_size: int, fetched: float, itemsize: int, state: str
 ) -> list[Exchange]:
-    """A replicated group, of whose rows `fetched` are fetched in a step (over all homes)."""
-    k, row = remote_share(world_size), RowFormat(group.dim, group.state_width, itemsize, state)
-    sent = replicated_bytes(row, k * fetched, k * group.rank_rows, k * group.world_rows)
-    to_all = {"fill", "row_sums"}
-    return [Exchange(s, sent[s], pattern=SPREAD if s in to_all else EACH) for s in sent]
+    """A replicated group, of whose rows `fetched` are fetched in a step (over all homes).
+
+    Rows are fetched with their state unless that lies at home, which sends back sums, or rows.
+    """
+    k, row = remote_share(world_size), group.dim * itemsize
+    filled = row if state == AT_HOME else row + group.state_width * itemsize
+    return [
+        Exchange("fill", k * fetched * filled, pattern=SPREAD),
+        Exchange("row_gradients", k * group.rank_rows * row),
+        Exchange("row_sums", k * group.world_rows * row, pattern=SPREAD),
+    ]
 
 
 def sharded_exchanges(
@@ -195,18 +154,20 @@ def sharded_exchanges(
     home is on another node comes to one of the ranks of a node that named it, and from that to the
     others.
     """
-    row, k = RowFormat(group.dim, itemsize=itemsize), remote_share(world_size)
-    own = sharded_bytes(row, group.late_rows, group.rank_rows, k * group.rank_rows)
-    node = sharded_bytes(row, group.late_node_rows, group.node_rows, 0.0)
-    local, found = world_size // nodes, []
-    for stage in ("late_rows", "early_rows"):
-        sent = k * own[stage]
+    row, k, local = group.dim * itemsize, remote_share(world_size), world_size // nodes
+    stages = {
+        "late_rows": (group.late_rows, group.late_node_rows),
+        "early_rows": (group.rank_rows - group.late_rows, group.node_rows - group.late_node_rows),
+    }
+    found = []
+    for stage, (own, node) in stages.items():
+        sent = k * (own * row)
         if nodes == 1 or not relays(local):
             found.append(Exchange(stage, sent))
         else:
-            crossing = (world_size - local) / world_size * node[stage] / local
+            crossing = (world_size - local) / world_size * (node * row) / local
             found.append(Exchange(stage, sent, pattern=SHARED, crossing=crossing))
-    return [*found, Exchange("row_gradients", own["row_gradients"])]
+    return [*found, Exchange("row_gradients", k * group.rank_rows * row)]
 
 
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
