@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -478,7 +479,7 @@ BEGUN = {
     "state": (Resumable, "data", WIDE),
     "lengths": (lambda rank, size: slices(rank, size, 4 - rank), "data", {"epochs": 3}),
 }
-"""Loader, mode and settings of runs that stop after five of twelve steps."""
+"""Loader, mode and settings of runs that save after five of twelve steps, with more drawn."""
 MOVED = {
     **{name: (name, *BEGUN[name]) for name in BEGUN if name not in ("drawn", "dropout in hybrid")},
     "without state": ("state", *BEGUN["plain"]),
@@ -491,23 +492,23 @@ DROPPING, EXACT = ("dropout", "dropout in hybrid", "drawn"), ("plain", "passes",
 
 
 def go_on(rank: int, size: int, folder: str, parts: tuple[str, ...]) -> dict[str, Any]:
-    """The runs of each part: digests, loss and what they warn of, or what they raise."""
+    """The runs of each part: digests, loss, what they warn of and the seed, or what they raise."""
     torch.set_num_threads(1)
     world, home, seen, said = open_world("cpu", timeout_s=60), Path(folder), {}, []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("distcache").addHandler(handler)
-    names = {"begun": BEGUN, "moved": MOVED, "there": EXACT, "same": DROPPING, "whole": DROPPING}
+    names = {"begun": BEGUN, "moved": MOVED, "there": EXACT, "same": DROPPING}
     for part, name in ((at, name) for at in parts for name in names[at]):
         begun, make, mode, how = MOVED[name] if part == "moved" else (name, *BEGUN[name])
-        more = {"trainer__steps": 5} if part == "begun" else {"run__save": True}
+        more = {"run__save": True, "trainer__checkpoint_every": 5, "trainer__keep_checkpoints": 9}
         if part in ("same", "moved"):
-            more["trainer__resume"] = str(home / "begun" / begun)
+            more["trainer__resume"] = str(home / "begun" / begun / "checkpoints/step_00000005")
         torch.manual_seed(7 + rank)
         said.clear()
         try:
             summary = fit(world, home / part / name, make(rank, size), mode, **how, **more)
-            found = digests(summary), summary["final_loss"], [*said]
+            found = digests(summary), summary["final_loss"], [*said], torch.initial_seed()
         except ConfigError as error:
             found = str(error)
         seen.setdefault(part, {})[name] = found
@@ -528,12 +529,13 @@ WAYS = [(2, 3), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(1, 2),
 
 @pytest.mark.parametrize(("ranks", "others"), WAYS)
 def test_loaders_go_on_on_other_ranks(tmp_path, ranks, others):
-    parts, found = {ranks: ("begun", "same", "whole"), others: ("moved", "there")}, {}
-    for count, names in parts.items():
-        found |= run_ranks(go_on, count, str(tmp_path), names, timeout=300)[0]
+    found = run_ranks(go_on, ranks, str(tmp_path), ("begun", "same"), timeout=300)[0]
     for name in DROPPING:  # the bits of never having stopped, and nothing said
-        assert found["same"][name] == (*found["whole"][name][:2], [])
-    moved, there, end = found["moved"], found["there"], "checkpoints/step_00000012"
+        assert found["same"][name] == (*found["begun"][name][:2], [], 7)
+    by_rank = run_ranks(go_on, others, str(tmp_path), ("moved", "there"), timeout=300)
+    seeds = [on_rank["moved"]["dropout"][3] for on_rank in by_rank]
+    assert seeds == [zlib.crc32(f"0/5/{rank}".encode()) for rank in range(others)]
+    moved, there, end = by_rank[0]["moved"], by_rank[0]["there"], "checkpoints/step_00000012"
     for name, as_if in zip((*EXACT, "without state"), (*EXACT, "plain"), strict=True):
         near = 1e-5 if name == "hybrid" else 1e-10
         assert moved[name][1] == pytest.approx(there[as_if][1], rel=near), name
@@ -541,7 +543,6 @@ def test_loaders_go_on_on_other_ranks(tmp_path, ranks, others):
         for key, value in checkpoints.tensors(tmp_path / "moved" / name / end).items():
             if not key.startswith("loader."):
                 torch.testing.assert_close(value, whole[key], rtol=near, atol=near, msg=key)
-    assert moved["dropout"][0] != found["same"]["dropout"][0]
     (said,) = moved["dropout"][2]
     assert re.search("generators, .* from trainer.seed=0, step 5 and rank", said)
     assert any(re.match(OTHER.format(ranks, others, 24), said) for said in moved["meant"][2])
