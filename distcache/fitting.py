@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -11,15 +13,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from distcache.comm.link import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
-from distcache.data.batch import Batch
-from distcache.data.own import OwnBatches, eval_batches
+from distcache.data.batch import Batch, BatchCheck
+from distcache.data.own import OwnBatches, digest_of, eval_batches, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.train import is_restart, needs_shared_folder, open_run_folder
@@ -29,6 +31,8 @@ from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
 from distcache.trainer.trainer import Loop, Outcome, Run, TrainResult, find_start, identity_of
+
+logger = logging.getLogger(__name__)
 
 _ARGUMENTS = {"parallel.mode": "parallel", "optim.name": "optimizer"}
 """Keys that `distcache.fit` takes as arguments, by these names."""
@@ -45,7 +49,7 @@ _BATCH = "data.global_batch_size"
 class OwnSource:
     """What the parts of a run ask of a source, for data that are drawn in order.
 
-    Nothing is known of the data: whether a loader is the one of the checkpoint is its own affair.
+    Nothing is known of the data but their last batch, which a run that goes on compares.
     `ids_per_step`: of the first batch of the rank that looks up most; None where nobody asked.
     """
 
@@ -69,24 +73,83 @@ class OwnRun(Run):
     eval_count: int = field(default=0, kw_only=True)
 
     def resume(self, files: World) -> Start:
-        """See `Run.resume`; the loader goes back to where it was after the last trained batch."""
+        """See `Run.resume`; with the loader open."""
         start = super().resume(files)
         together(self.world, self.train.open)
         return start
 
     def load(self, start: Start, files: World) -> None:
-        """See `Run.load`."""
-        if start.folder is not None:
-            own = {self._key(): b""}
-            checkpoint.load(start, self.mode, files, own)
-            together(self.world, lambda: self.train.resume(own[self._key()]))
+        """See `Run.load`; the loader goes on after the last trained batch, torch's generators from
+        where they were. Raises ConfigError where the loaders cannot, or bring another such batch.
+        """
+        if start.manifest is None:
+            return
+        world, was = self.world, start.manifest.header["run"]["world_size"]
+        own = {_key(rank): b"" for rank in (range(was) if was != world.size else [world.rank])}
+        checkpoint.load(start, self.mode, files, own)
+        where = f"step {start.state.step:,} was saved by {was} rank(s), here are {world.size}"
+        found, moved = list[dict[str, Any]](), was != world.size
+
+        def resume() -> tuple[list, tuple[int, int] | None]:
+            found.extend(map(read_position, own.values()))
+            if moved:
+                _check_moved(found, self.train.stateful, f"{where}: resume on {was}, or")
+            self.train.resume(found[0])
+            self.train.open()
+            last = self.train.last
+            return [one.get("last") for one in found], last and self._digest(last)
+
+        by_rank, now = zip(*together(world, resume), strict=True)
+        saved = by_rank[0] if moved else [one for (one,) in by_rank]
+        if not self.train.stateful and (moved or None not in saved):  # of an older version
+            self._compare(where, _summed(saved), _summed(now))
+        if "random" in found[0]:
+            self._set_generators(found[0]["random"], start.state.step, moved)
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
-        """The position of this rank's loader."""
-        return {self._key(): self.train.position(state.step)}
+        """The position of this rank's loader, the digest of its slice of the last batch, and the
+        states of torch's generators."""
+        batch, more = state.batch or self.train.last, {}
+        if batch is not None:
+            states = {name: own.get_state() for name, own in _generators(self.world).items()}
+            more = {"last": self._digest(batch), "random": states}
+        return {_key(self.world.rank): self.train.position(state.step, more)}
 
-    def _key(self) -> str:
-        return f"loader.{self.world.rank}"
+    def _digest(self, batch: Batch) -> tuple[int, int]:
+        """Of a batch as it is trained, where ids may be hashed."""
+        check = BatchCheck(self.tables, self.train.features, self.config.data.on_bad_id)
+        return digest_of(check(batch))
+
+    def _compare(self, where: str, was: tuple[int, int], now: tuple[int, int]) -> None:
+        """Raise ConfigError, or warn, where the last global batch is another one."""
+        if was == now:
+            return
+        differ = f"{where}, whose loaders give another global batch before it, of {now[0]} samples"
+        differ += f", than was trained, of {was[0]}"
+        refuse_if(
+            self.config.trainer.resume_data == "same",
+            f"{differ}: all ranks together must bring the same samples. Give such loaders, or go "
+            "on with these by trainer.resume_data=any",
+        )
+        if self.world.is_first:
+            logger.warning(differ)
+
+    def _set_generators(self, saved: Mapping[str, Tensor], step: int, moved: bool) -> None:
+        """Put torch's generators where they were, or begin them anew on another number of ranks;
+        but not the CPU's where the loader draws from it, and has drawn again what it had."""
+        seed, world = self.config.trainer.seed, self.world
+        for name, generator in _generators(world).items():
+            if name == "cpu" and self.train.draws_random:
+                continue
+            if moved:
+                generator.manual_seed(zlib.crc32(f"{seed}/{step}/{world.rank}".encode()))
+            elif name in saved:
+                generator.set_state(saved[name])
+        if moved and world.is_first:
+            logger.warning(
+                "on another number of ranks torch's generators, as of dropout, begin anew, from "
+                "trainer.seed=%d, step %d and rank", seed, step,
+            )  # fmt: skip
 
     def schedule(self, start: TrainerState) -> Schedule:
         """Until the data end, or `trainer.steps`."""
@@ -160,6 +223,40 @@ class OwnRun(Run):
     def identity(self) -> RunIdentity:
         """See `Run.identity`; the batches are of any size."""
         return replace(super().identity(), global_batch_size=0)
+
+
+def _key(rank: int) -> str:
+    return f"loader.{rank}"
+
+
+def _generators(world: World) -> dict[str, torch.Generator]:
+    """torch's generators that this rank's model may draw from."""
+    found = {"cpu": torch.default_generator}
+    if world.device.type == "cuda":
+        found["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    return found
+
+
+def _summed(digests: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
+    """`digest_of` a global batch from those of its slices."""
+    sizes, sums = zip((0, 0), *filter(None, digests), strict=True)
+    return sum(sizes), sum(sums) % (1 << 64)
+
+
+def _check_moved(positions: Sequence[Mapping[str, Any]], stateful: bool, back: str) -> None:
+    """Raise ConfigError, which begins with `back`, unless loaders go on on other ranks than those
+    of the `positions`."""
+    refuse_if(
+        stateful and positions[0]["loader"] is not None,
+        f"{back} give loaders without state_dict, which are read again: that of these is each "
+        "rank's own",
+    )
+    places = sorted({(own["epoch"], own["items"]) for own in positions})
+    refuse_if(
+        len(places) > 1,
+        f"{back} begin anew with loaders of one length: the ranks were at different (pass, batch) "
+        f"{places}",
+    )
 
 
 def length_of(items: Any) -> int | None:
@@ -291,7 +388,8 @@ def fit(
     `loader`: any iterable of (dense `[b, F]`, ids, labels `[b]`), ids a KeyedJaggedTensor or
     (values, offsets) or (values, offsets, weights); a step's global batch is what all ranks bring
     to it, and the first rank whose loader ends, ends the run. With `state_dict` and
-    `load_state_dict` it resumes where it was, else by reading again what was trained.
+    `load_state_dict` it resumes where it was, else by reading again what was trained, also on
+    another number of ranks that bring the same global batches.
     `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s. `model(dense [b, F], pooled
     [b, sum of widths]) -> logits [b]`; all ranks start from rank 0's weights. `parallel`: `data`,
     `resident`, `host` or `hybrid`; `optimizer`: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.

@@ -6,9 +6,10 @@ import io
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,9 @@ class OwnBatches:
     `state_dict()` after each, where it has one; else the number of items, which are then read and
     dropped to come back to it. `dense_features`: F of the last item, None before the first. Items
     are copied: an iterable may fill the same buffers again and again.
+
+    `last`: the last of the items that were read and dropped; `draws_random`: whether torch's CPU
+    generator moved meanwhile.
     """
 
     def __init__(
@@ -34,45 +38,58 @@ class OwnBatches:
         if epochs < 1:
             raise ConfigError(f"epochs={epochs}: it must be at least 1")
         self._loader, self.features, self._epochs = loader, tuple(features), epochs
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}
         self._positions: OrderedDict[int, bytes] = OrderedDict()
         self._keep = keep
         self._items: Iterator[Any] | None = None
         self._looked_at: list[Any] = []  # the first item, or its error, until it is drawn
         self.dense_features: int | None = None
+        self._again = 0  # items that `open` reads and drops
+        self.last: Batch | None = None
+        self.draws_random = False
 
     def __len__(self) -> int:
         """Items of all passes, where the iterable knows; TypeError where it does not."""
         return len(self._loader) * self._epochs  # type: ignore[arg-type]
 
-    def resume(self, position: bytes) -> None:
-        """Go on after the item that `position` was taken after; before `open`.
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Go on after the item that `position`, of `read_position`, was taken after; before `open`.
 
-        Raises ConfigError for a position that cannot be read, or is of another kind of loader.
+        A loader without `state_dict` is read again also where the one of the position had it.
+        Raises ConfigError for a loader with it where that had none.
         """
-        self._start = _unpacked(position)
-        if self._stateful != (self._start["loader"] is not None) and self._start["items"]:
-            was, now = ("with", "without") if self._start["loader"] else ("without", "with")
+        self._start, state = dict(position), position["loader"] if self.stateful else None
+        if self.stateful and state is None and position["items"]:
             raise ConfigError(
-                f"the checkpoint is of a loader {was} state_dict, this one is {now}: resume with "
+                "the checkpoint is of a loader without state_dict, this one is with: resume with "
                 "the loader it was made with"
             )
-        if self._start["loader"] is not None or self._start["epoch"]:
+        if state is not None or position["epoch"]:
             self.close()  # what was looked at is of another place
-        if self._start["loader"] is not None:
-            self._loader.load_state_dict(self._start["loader"])  # type: ignore[attr-defined]
+        if state is not None:
+            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self._again = 0 if self.stateful else position["items"]
 
     def open(self) -> None:
-        """Begin the first pass, with its workers where it has some; from the main thread.
+        """Begin the first pass, with its workers where it has some, and come to the position; from
+        the main thread.
 
         Raises ConfigError for a position that no checkpoint could be resumed from.
         """
         if self._items is None:
             self._set_epoch(self._start["epoch"])
             self._items = iter(self._loader)
-            if self._stateful:
-                _unpacked(_packed(self._loader.state_dict()))  # type: ignore[attr-defined]
+            if self.stateful:
+                read_position(_packed(self._loader.state_dict()))  # type: ignore[attr-defined]
+        before = torch.get_rng_state()
+        for number in range(self._again):
+            if (item := self._draw(number)) is _END:
+                break
+            if number == self._again - 1:
+                self.last = as_batch(item, self.features, number, self._start["epoch"])
+        self.draws_random |= not torch.equal(before, torch.get_rng_state())
+        self._again = 0
 
     def first_look(self) -> tuple[int, bool]:
         """Ids of the first item, which is still the first that `batches` gives, and whether they
@@ -90,20 +107,20 @@ class OwnBatches:
             self._looked_at = self._looked_at or [error]
             return 0, False
 
-    def position(self, step: int) -> bytes:
-        """Where the iterable stood after the batch of training step `step - 1`.
+    def position(self, step: int, more: Mapping[str, Any]) -> bytes:
+        """Where the iterable stood after the batch of training step `step - 1`, and `more` of it.
 
         Raises DataError for a step that is further back than is remembered.
         """
         if not self._positions:
-            return _packed(self._start)  # nothing was drawn
+            return _packed(self._start | more)  # nothing was drawn
         if step not in self._positions:
             first, last = min(self._positions), max(self._positions)
             raise DataError(
                 f"the loader's position after {step} steps is not known, only those after {first} "
                 f"to {last}: batches were drawn too far ahead"
             )
-        return _packed(pickle.loads(self._positions[step]))  # made by this process
+        return _packed(pickle.loads(self._positions[step]) | more)  # made by this process
 
     def batches(self, first_step: int) -> Iterator[Batch]:
         """Training batches from step `first_step` on, after `open`; their global size is not known
@@ -132,7 +149,7 @@ class OwnBatches:
 
     def _remember(self, step: int, epoch: int, done: int) -> None:
         """The iterable's position after `step` steps."""
-        state = self._loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
+        state = self._loader.state_dict() if self.stateful else None  # type: ignore[attr-defined]
         self._positions[step] = pickle.dumps({"epoch": epoch, "items": done, "loader": state})
         if len(self._positions) > self._keep:
             self._positions.popitem(last=False)
@@ -149,11 +166,7 @@ class OwnBatches:
                     "once: pass an object that makes a new iterator each time, such as a DataLoader"
                 )
             return 0
-        done = self._start["items"]
-        for number in range(0 if self._stateful else done):
-            if self._draw(number) is _END:
-                break
-        return done
+        return self._start["items"]
 
     def _draw(self, number: int) -> Any:
         """The next item of the pass, or `_END`, also after `close`."""
@@ -186,8 +199,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def _unpacked(position: bytes) -> Any:
-    """The position in what `_packed` gave. Raises ConfigError."""
+def read_position(position: bytes) -> Any:
+    """The position in what `OwnBatches.position` gave. Raises ConfigError."""
     try:
         if position[:1] == pickle.PROTO:  # of a checkpoint of format 2
             return _PlainUnpickler(io.BytesIO(position)).load()
@@ -209,6 +222,38 @@ def load_plain(data: bytes) -> Any:
     except Exception as error:  # whatever bytes make of it
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise DataError(f"it asks for {found[1]}" if found else "it cannot be read") from error
+
+
+_ODD = np.uint64(0xD1342543DE82EF95)
+
+
+def digest_of(batch: Batch) -> tuple[int, int]:
+    """The number of samples of a slice, and the sum of their digests: those of a global batch are
+    the sums, the second modulo 2 ** 64, over whatever ranks cut it in whatever order.
+
+    Of all values, but not of the order of ids in a bag, which changes its sum by rounding alone.
+    """
+    b, ids = len(batch.labels), batch.ids
+    each = _mixed(_words(ids.values))
+    if ids.weights is not None:
+        each = _mixed(each + _words(ids.weights))
+    sums = np.concatenate((np.zeros(1, np.uint64), each.cumsum()))
+    bags = np.diff(sums[ids.offsets.numpy()]).reshape(len(ids.features), b)
+    columns = np.concatenate((bags, _words(batch.dense).T, _words(batch.labels)[None]))
+    columns += np.arange(len(columns), dtype=np.uint64)[:, None] * _ODD
+    return b, int(_mixed(_mixed(columns).sum(0)).sum())
+
+
+def _words(values: Tensor) -> np.ndarray:
+    """Numbers as uint64 that are equal where these are, whatever their dtype."""
+    wide = values.to(torch.float64 if values.dtype.is_floating_point else torch.int64)
+    return wide.contiguous().numpy().view(np.uint64)
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """Each word, uint64, spread over all bits of another."""
+    words = (words + _ODD) * _ODD
+    return (words ^ (words >> np.uint64(32))) * _ODD
 
 
 def eval_batches(

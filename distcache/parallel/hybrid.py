@@ -577,10 +577,11 @@ class HybridParallel(Parallel):
         weights = torch.empty(0) if self._spec.weighted else None
         offsets = torch.zeros(len(names) + 1, dtype=torch.int64)
         ids = JaggedIds(names, torch.empty(0, dtype=torch.int64), offsets, weights)
-        for _ in range(2):
-            dense = torch.zeros(1, dense_features, device=device)
-            logits = self._dmp(dense, jagged(ids, 1, device))
-            (logits * 0).sum().backward()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # of dropout
+            for _ in range(2):
+                dense = torch.zeros(1, dense_features, device=device)
+                logits = self._dmp(dense, jagged(ids, 1, device))
+                (logits * 0).sum().backward()
         self.counters.reset()
         self._rehearsed = True
 

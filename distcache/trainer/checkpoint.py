@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
+from distcache.data.batch import Batch
 from distcache.engine.snapshot import Snapshot
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
@@ -291,11 +292,13 @@ class RunIdentity:
 @dataclass(frozen=True)
 class TrainerState:
     """Where training stands: `step` steps are done; `loss_digest` chains their losses; `phase`:
-    among hot and cold batches, where these come apart."""
+    among hot and cold batches, where these come apart; `batch`: this rank's slice of the last of
+    these steps, where this process ran it."""
 
     step: int = 0
     loss_digest: bytes = b""
     phase: Phase | None = None
+    batch: Batch | None = field(default=None, compare=False)
 
     def header(self) -> dict[str, Any]:
         """The state as JSON values, for a manifest."""
@@ -550,8 +553,7 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
     saved, wrong = header["run"], []
     modes = {saved["mode"], identity.mode}
     alike = modes <= ONE_FORMAT or identity.optimizer in HYBRID_HAS
-    # Loaders of a user's own, whose batches are of any size, have a position on each rank.
-    free = {"mode": alike, "world_size": alike and identity.global_batch_size > 0}
+    free = {"mode": alike, "world_size": alike}
     for name, key in KEYS.items():
         was, now = saved[name], getattr(identity, name)
         if was != now and not free.get(name):

@@ -131,9 +131,7 @@ class Outcome:
 class _Run:
     """A training step that was run and whose result nobody has looked at."""
 
-    index: int
-    epoch: int
-    samples: int
+    batch: Batch
     seconds: float
     result: StepResult
 
@@ -196,9 +194,7 @@ class Loop:
             asks, falls_on = asks | self.saver.asks(index + 1), self.saver.falls_on(index + 1)
         result = self.mode.train_step(step, asks)
         ended = time.perf_counter()
-        batch = step.batch
-        ran = _Run(index, batch.epoch, batch.global_size, ended - self.mark, result)
-        self.unread.append(ran)
+        self.unread.append(_Run(step.batch, ended - self.mark, result))
         self.mark = ended
         return self.look(keep=0 if falls_on else self.mode.result_delay)
 
@@ -223,17 +219,17 @@ class Loop:
 
     def finish(self, ran: _Run) -> bool:
         """Count a training step; whether it is the last."""
-        outcome, result = self.outcome, ran.result
+        outcome, result, batch = self.outcome, ran.result, ran.batch
         if result.bad_ranks or not math.isfinite(result.loss):
             outcome.bad = result
             return True
-        outcome.times.add(ran.seconds, ran.samples)
+        outcome.times.add(ran.seconds, batch.global_size)
         digest = chain_loss(outcome.state.loss_digest, result.loss)
-        done = ran.index + 1
-        outcome.state = TrainerState(done, digest, self.schedule.position(done))
+        done = batch.index + 1
+        outcome.state = TrainerState(done, digest, self.schedule.position(done), batch)
         outcome.final_loss, outcome.evaluation = result.loss, None
         self.due |= result.save
-        self.report.step(done, ran.epoch, result, outcome.times, self.mode, outcome.state.phase)
+        self.report.step(done, batch.epoch, result, outcome.times, self.mode, outcome.state.phase)
         return result.stop
 
     def evaluate(self, step: Step) -> bool:

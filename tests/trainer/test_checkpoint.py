@@ -110,7 +110,6 @@ def test_other_data_are_refused_unless_they_are_meant(world, saved, fives, caplo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 2, "global_batch_size": 0}, "nproc-per-node was 1, is 2"),  # own loaders
         ({"dtype": "float32"}, r"trainer\.dtype was float64, is float32"),
         ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
         ({"seed": 1}, r"trainer\.seed was 0, is 1"),

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pickle
 import re
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from scenarios import Scenario, SmallNet, run_mode, table
 from source_runs import digests
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import distcache
 from distcache.comm.world import close_world, open_world
 from distcache.config.keys import flat_settings
 from distcache.data.batch import JaggedIds
-from distcache.data.own import OwnBatches, as_batch
+from distcache.data.own import OwnBatches, as_batch, digest_of, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.fitting import own_config, table_specs
+from distcache.fitting import _summed, own_config, table_specs
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
 
@@ -102,7 +104,7 @@ def fit(world, folder: Path, loader, parallel="data", **settings):
     own = {key.replace("__", "."): value for key, value in settings.items() if "__" in key}
     rest = {key: value for key, value in settings.items() if "__" not in key}
     keys = ROWS | {"run.dir": str(folder), "run.save": save, "run.overwrite": True} | own
-    model, tables = SCENARIO.model(), SCENARIO.tables
+    model, tables = rest.pop("model", SCENARIO.model)(), SCENARIO.tables
     return distcache.fit(
         loader, tables, model, parallel=parallel, settings=keys, world=world, **rest
     ).summary
@@ -422,6 +424,151 @@ def test_the_callers_groups_are_used_and_stay(seen, tmp_path):
         assert found["groups"] == 0 and found["sum"] == size * (size + 1) / 2
 
 
+# Stopped, and gone on with: on as many ranks with the generators as they were, or on others.
+
+
+class Dropping(torch.nn.Module):
+    """A model that draws from torch's generator in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = SCENARIO.model(), torch.nn.Dropout(0.5)
+
+    def forward(self, dense, pooled):
+        return self.net(self.drop(dense), pooled)
+
+
+def drawn(rank: int, world: int):
+    """Items of which each draws from torch's generator in this process."""
+    for dense, *rest in slices(rank, world):
+        yield dense + torch.rand(dense.shape), *rest
+
+
+def plain(rank: int, world: int) -> DataLoader:
+    return DataLoader(slices(rank, world), batch_size=None)  # which draws a seed for its workers
+
+
+def sampled(rank: int, world: int) -> DataLoader:
+    """Three batches of samples that are shuffled in each pass, with ids beyond their table."""
+    samples = [SCENARIO.batch(number // 24, number % 24, 24) for number in range(72)]
+
+    def collate(batch: list):
+        lengths = torch.stack([one.ids.offsets.diff() for one in batch])
+        bags = [one.ids.values.tensor_split(one.ids.offsets[1:-1]) for one in batch]
+        ids = torch.cat([bag for feature in zip(*bags, strict=True) for bag in feature]) + 300
+        offsets = torch.nn.functional.pad(lengths.T.reshape(-1).cumsum(0), (1, 0))
+        labels = torch.cat([one.labels for one in batch])
+        return torch.cat([one.dense for one in batch]), (ids, offsets), labels
+
+    sampler = DistributedSampler(samples, world, rank)
+    return DataLoader(samples, 24 // world, sampler=sampler, collate_fn=collate)
+
+
+def later(rank: int, world: int) -> list:
+    return slices(rank, world)[1:]
+
+
+WIDE = {"trainer__dtype": "float64"}
+BEGUN = {
+    "plain": (plain, "data", WIDE),
+    "passes": (sampled, "host", WIDE | {"epochs": 4, "data__on_bad_id": "hash"}),
+    "hybrid": (slices, "hybrid", {}),
+    "dropout": (plain, "data", {"model": Dropping}),
+    "dropout in hybrid": (plain, "hybrid", {"model": Dropping}),
+    "drawn": (drawn, "data", {}),
+    "state": (Resumable, "data", WIDE),
+    "lengths": (lambda rank, size: slices(rank, size, 4 - rank), "data", {"epochs": 3}),
+}
+"""Loader, mode and settings of runs that save after five of twelve steps, with more drawn."""
+MOVED = {
+    **{name: (name, *BEGUN[name]) for name in BEGUN if name not in ("drawn", "dropout in hybrid")},
+    "without state": ("state", *BEGUN["plain"]),
+    "other": ("plain", later, "data", WIDE),
+    "short": ("plain", lambda *place: slices(*place, count=3), "data", WIDE),
+    "meant": ("plain", later, "data", WIDE | {"trainer__resume_data": "any"}),
+}
+"""How they go on on another number of ranks, from which of them."""
+DROPPING, EXACT = ("dropout", "dropout in hybrid", "drawn"), ("plain", "passes", "hybrid")
+
+
+def go_on(rank: int, size: int, folder: str, parts: tuple[str, ...]) -> dict[str, Any]:
+    """The runs of each part: digests, loss, what they warn of and the seed, or what they raise."""
+    torch.set_num_threads(1)
+    world, home, seen, said = open_world("cpu", timeout_s=60), Path(folder), {}, []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("distcache").addHandler(handler)
+    names = {"begun": BEGUN, "moved": MOVED, "there": EXACT, "same": DROPPING}
+    for part, name in ((at, name) for at in parts for name in names[at]):
+        begun, make, mode, how = MOVED[name] if part == "moved" else (name, *BEGUN[name])
+        more = {"run__save": True, "trainer__checkpoint_every": 5, "trainer__keep_checkpoints": 9}
+        if part in ("same", "moved"):
+            more["trainer__resume"] = str(home / "begun" / begun / "checkpoints/step_00000005")
+        torch.manual_seed(7 + rank)
+        said.clear()
+        try:
+            summary = fit(world, home / part / name, make(rank, size), mode, **how, **more)
+            found = digests(summary), summary["final_loss"], [*said], torch.initial_seed()
+        except ConfigError as error:
+            found = str(error)
+        seen.setdefault(part, {})[name] = found
+    close_world(world)
+    return seen
+
+
+OTHER = "step 5 was saved by {0} rank.s., here are {1}, .* another .* before it, of {2} samples"
+BACK = "step 5 was saved by {0} rank.s., here are {1}: resume on {0}, or "
+REFUSED = {
+    "other": OTHER + ", than was trained, of 24: .* trainer.resume_data=any",
+    "short": OTHER,
+    "state": BACK + "give loaders without state_dict",
+    "lengths": BACK + r"begin anew .* at different \(pass, batch\) \[\(1, 1\), \(1, 2\)",
+}
+WAYS = [(2, 3), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(1, 2), (3, 2), (3, 1)])]
+
+
+@pytest.mark.parametrize(("ranks", "others"), WAYS)
+def test_loaders_go_on_on_other_ranks(tmp_path, ranks, others):
+    found = run_ranks(go_on, ranks, str(tmp_path), ("begun", "same"), timeout=300)[0]
+    for name in DROPPING:  # the bits of never having stopped, and nothing said
+        assert found["same"][name] == (*found["begun"][name][:2], [], 7)
+    by_rank = run_ranks(go_on, others, str(tmp_path), ("moved", "there"), timeout=300)
+    seeds = [on_rank["moved"]["dropout"][3] for on_rank in by_rank]
+    assert seeds == [zlib.crc32(f"0/5/{rank}".encode()) for rank in range(others)]
+    moved, there, end = by_rank[0]["moved"], by_rank[0]["there"], "checkpoints/step_00000012"
+    for name, as_if in zip((*EXACT, "without state"), (*EXACT, "plain"), strict=True):
+        near = 1e-5 if name == "hybrid" else 1e-10
+        assert moved[name][1] == pytest.approx(there[as_if][1], rel=near), name
+        whole = checkpoints.tensors(tmp_path / "there" / as_if / end)
+        for key, value in checkpoints.tensors(tmp_path / "moved" / name / end).items():
+            if not key.startswith("loader."):
+                torch.testing.assert_close(value, whole[key], rtol=near, atol=near, msg=key)
+    (said,) = moved["dropout"][2]
+    assert re.search("generators, .* from trainer.seed=0, step 5 and rank", said)
+    assert any(re.match(OTHER.format(ranks, others, 24), said) for said in moved["meant"][2])
+    for name in REFUSED.keys() - {"lengths" if ranks == 1 else ""}:
+        pattern = REFUSED[name].format(ranks, others, 0 if name == "short" else 24)
+        assert re.match(pattern, moved[name]), moved[name]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_digests_are_of_the_global_batch_alone(weighted):
+    case = replace(SCENARIO, weighted=weighted)
+    whole = case.batch(3)
+    for world in (1, 2, 7, 30):  # of 24 samples
+        parts = [digest_of(case.batch(3, rank, world)) for rank in reversed(range(world))]
+        assert _summed(parts) == digest_of(whole), world
+    ids, seen = whole.ids, {digest_of(whole)[1]}
+    later = ids.offsets + (torch.arange(len(ids.offsets)) == ids.offsets.diff().argmax())
+    changes = [{"offsets": later}, {"values": ids.values.flip(0)}]
+    changes += [{"weights": own} for own in (None, ids.weights.flip(0))] if weighted else []
+    others = [replace(whole, ids=replace(ids, **change)) for change in changes]
+    others += [replace(whole, dense=whole.dense.flip(way)) for way in (0, 1)]
+    for other in (case.batch(4), replace(whole, labels=1 - whole.labels), *others):
+        assert digest_of(other)[1] not in seen
+        seen.add(digest_of(other)[1])
+
+
 # Items as batches, without ranks.
 
 
@@ -468,7 +615,7 @@ def opened(loader, position: bytes | None = None, at: int = 0, **more):
     """A loader's batches from step `at` on, at a position."""
     own = OwnBatches(loader, SCENARIO.features, **more)
     if position is not None:
-        own.resume(position)
+        own.resume(read_position(position))
     own.open()
     return own, own.batches(at)
 
@@ -478,7 +625,7 @@ def test_stopped_anywhere_a_loader_goes_on_the_same(make):
     for stop in range(15):
         own, batches = opened(make(count=7), epochs=2)
         seen = [next(batches) for _ in range(stop)]
-        _, rest = opened(make(count=7), own.position(stop), stop, epochs=2)
+        _, rest = opened(make(count=7), own.position(stop, {}), stop, epochs=2)
         whole = seen + list(rest)
         assert [(b.index, b.epoch) for b in whole] == [(step, step // 7) for step in range(14)]
         for batch in whole:
@@ -515,7 +662,7 @@ def test_positions_are_few_and_a_passed_one_is_not_known():
         next(batches)
     assert len(own._positions) == 4
     with pytest.raises(DataError, match="after 2 steps is not known, only those after 6 to 9"):
-        own.position(2)
+        own.position(2, {})
 
 
 def test_an_iterator_has_one_epoch():
