@@ -23,6 +23,9 @@ from distcache.store.rows import RowStore
 PIECES = 32
 """Pieces of a group's rows, each with a file of old ones: a block is looked up in few of them."""
 
+PIECE_ROWS = 1 << 18
+"""Rows of a piece at least: each step writes to all of these files."""
+
 
 @compiled(i8(out1, in8, out8))
 def mark_new(bits: np.ndarray, numbers: np.ndarray, places: np.ndarray) -> int:
@@ -100,7 +103,7 @@ class OldRows:
 
 def _piece_rows(store: RowStore) -> int:
     """Places of the store that one piece has."""
-    return max(1, -(-store.part.rows // PIECES))
+    return max(PIECE_ROWS, -(-store.part.rows // PIECES))
 
 
 def read_old(

@@ -16,7 +16,10 @@ import pickle
 import shutil
 import stat
 import zlib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -48,6 +51,9 @@ WAY_OUT = "resume from another checkpoint, or from a copy of this one"
 
 Mark = tuple[int, int]
 """Where a stored block ends in its file, in bytes, and the CRC-32 of the file up to there."""
+
+_PIECE_BYTES = 1 << 20
+"""Bytes that are read at a time: a processor's cache holds them until their checksum is taken."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +115,35 @@ class Manifest:
     def block(self, folder: Path, name: str, start: int, length: int) -> bytes:
         """The block of file `name` from byte `start` on. Raises DataError unless it is one, and as
         it was written."""
-        marks = dict([(0, 0), *self.files.get(name, [])])
-        end = start + length
-        if start not in marks or end not in marks:
-            raise _damaged(folder, name, len(self.files))
+        self._sums(folder, name, start, length)  # before there is memory for it
+        data = bytearray(length)
+        self.read_into([memoryview(data)], folder, name, start)
+        return bytes(data)
+
+    def read_into(self, parts: Sequence[memoryview], folder: Path, name: str, start: int) -> None:
+        """Fill `parts`, bytes, one after the other, with the block of file `name` from byte `start`
+        on. Raises DataError as `block` does; what the parts hold then is worth nothing."""
+        crc, expected = self._sums(folder, name, start, sum(map(len, parts)))
+        is_whole = True
         with open_plain(folder / name) as file:
             file.seek(start)
-            data = file.read(length)
-        if len(data) != length or zlib.crc32(data, marks[start]) != marks[end]:
+            for part in parts:
+                for at in range(0, len(part), _PIECE_BYTES):
+                    piece = part[at : at + _PIECE_BYTES]
+                    is_whole &= file.readinto(piece) == len(piece)
+                    crc = zlib.crc32(piece, crc)
+        if not is_whole or crc != expected:
             raise _damaged(folder, name, len(self.files))
-        return data
+
+    def _sums(self, folder: Path, name: str, start: int, length: int) -> tuple[int, int]:
+        """The checksums of file `name` up to a block of it and up to its end. Raises DataError
+        where there is none."""
+        marks, end = self.files.get(name, []), start + length
+        at = bisect_left(marks, (end, 0))
+        before = marks[at - 1] if at else (0, 0)
+        if at == len(marks) or (before[0], marks[at][0]) != (start, end):
+            raise _damaged(folder, name, len(self.files))
+        return before[1], marks[at][1]
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
@@ -157,6 +182,10 @@ def open_plain(path: Path) -> io.BufferedReader:
 # Writing: each rank a file of its own, block after block.
 
 
+_BEGIN_BYTES = 16 << 20
+"""After so many bytes the disk begins with them, while others are computed."""
+
+
 class BlockFile:
     """A new file that its owner alone may read, with its length and checksum so far; on the disk
     once it is left."""
@@ -164,7 +193,7 @@ class BlockFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o600)
-        self.end = self.crc = 0
+        self.end = self.crc = self._begun = 0
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -179,6 +208,9 @@ class BlockFile:
             self.error = error
             raise
         self.end += count
+        if (new := self.end - self._begun) >= _BEGIN_BYTES:  # else fsync has it all to do
+            os.posix_fadvise(self._file, self._begun, new, os.POSIX_FADV_DONTNEED)
+            self._begun = self.end
         return count
 
     def flush(self) -> None:
@@ -276,7 +308,10 @@ def _done(value: Any) -> Future:
 def in_memory(value: Tensor) -> Tensor:
     """A tensor on the CPU, whose memory, which torch.save stores as a whole, has nothing else."""
     here = value.detach().cpu().contiguous()
-    return here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
+    if here.untyped_storage().nbytes() == here.nbytes:
+        return here
+    own = torch.from_numpy(here.view(-1).view(torch.uint8).numpy())  # a storage of this part alone
+    return own.view(here.dtype).view(here.shape)
 
 
 # -----------------------------------------------------------------------------
@@ -320,6 +355,13 @@ def _read_metadata(folder: Path, data: bytes) -> metadata.Metadata:
     return found
 
 
+_READERS = 8
+"""Threads of a rank that read blocks: on one node the first rank reads what all ranks share."""
+
+_Wanted = tuple[planner.ReadItem, Tensor]
+"""A part of a block, and where it goes."""
+
+
 class BlockReader(FileSystemReader):
     """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read."""
 
@@ -337,30 +379,66 @@ class BlockReader(FileSystemReader):
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
         """Read the blocks that the plan's items are in, each of them once."""
 
-        def place(item: planner.ReadItem) -> tuple[str, int, int]:
-            info = self.values.storage_data[item.storage_index]
+        def place(part: _Wanted) -> tuple[str, int, int]:
+            info = self.values.storage_data[part[0].storage_index]
             return info.relative_path, info.offset, info.length
 
-        for where, items in groupby(sorted(plan.items, key=place), place):
-            stored = self.load_block(*where)
-            for item in items:
-                target = planner.resolve_tensor(item).detach()
-                spans = zip(item.storage_offsets, item.lengths, strict=True)
-                part = stored[tuple(slice(start, start + count) for start, count in spans)]
-                if part.shape != target.shape:
-                    raise _damaged(self.path, where[0], len(self._manifest.files))
-                target.copy_(part)
-                planner.commit_tensor(item, target)
+        def read(found: tuple[tuple[str, int, int], list[_Wanted]]) -> Tensor:
+            return self.load_block(*found[0], into=found[1][0][1])
+
+        wanted = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
+        blocks = [(at, list(of)) for at, of in groupby(sorted(wanted, key=place), place)]
+        with ThreadPoolExecutor(_READERS) as pool:
+            for first in range(0, len(blocks), _READERS):  # as many are in memory
+                some = blocks[first : first + _READERS]
+                for (where, parts), stored in zip(some, pool.map(read, some), strict=True):
+                    self._place(where[0], stored, parts, planner)
         return _done(None)
 
-    def load_block(self, name: str, start: int, length: int) -> Tensor:
-        """The tensor that is the block of a file from byte `start` on. Raises DataError."""
+    def _place(
+        self, name: str, stored: Tensor, parts: Sequence[_Wanted], planner: planner.LoadPlanner
+    ) -> None:
+        """Copy parts of a block of file `name` to where they go, unless they are there already."""
+        for item, target in parts:
+            spans = zip(item.storage_offsets, item.lengths, strict=True)
+            part = stored[tuple(slice(start, start + count) for start, count in spans)]
+            if part.shape != target.shape:
+                raise _damaged(self.path, name, len(self._manifest.files))
+            if part.data_ptr() != target.data_ptr():
+                target.copy_(part)
+            planner.commit_tensor(item, target)
+
+    def load_block(self, name: str, start: int, length: int, into: Tensor | None = None) -> Tensor:
+        """The tensor that is the block of a file from byte `start` on: `into` itself where that is
+        one of the same shape in the same order. Raises DataError."""
+        blank, at = self._blank(name, start, length)
+        if blank is not None:
+            alike = into is not None and (into.shape, into.dtype) == (blank.shape, blank.dtype)
+            usable = alike and into.device.type == "cpu" and into.is_contiguous()
+            found = into if usable else torch.empty_like(blank, device="cpu")
+            values = memoryview(found.view(-1).view(torch.uint8).numpy())
+            rest = bytearray(length - at - len(values))
+            parts = [memoryview(bytearray(at)), values, memoryview(rest)]
+            self._manifest.read_into(parts, self.path, name, start)
+            return found
         data = self._manifest.block(self.path, name, start, length)
         try:
             found = load_plain(data)
         except DataError as error:
             raise DataError(f"{self.path / name} holds no tensor: {error}") from error
         return found if isinstance(found, Tensor) else as_bytes(found)
+
+    def _blank(self, name: str, start: int, length: int) -> tuple[Tensor | None, int]:
+        """The tensor of a block without its values, and at which of the block's bytes these begin,
+        one after the other; None where it is no such tensor, or damaged."""
+        with open_plain(self.path / name) as file, suppress(Exception):  # whatever bytes make of it
+            block = self._slice_file(file, filesystem._StorageInfo(name, start, length))
+            blank = torch.load(block, map_location="meta", weights_only=True)
+            at = blank.untyped_storage()._checkpoint_offset
+            size, own = blank.untyped_storage().nbytes(), blank.nbytes
+            if blank.is_contiguous() and 0 < own == size <= length - at:
+                return blank, at
+        return None, 0
 
     def whole(self, name: str) -> Tensor:
         """A small value, of one dimension where it has several blocks. Raises ConfigError where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +38,11 @@ class Keeping:
     best: str | None = None
 
 
+_NICE = 10
+"""How much the thread that writes beside training stands back where both want a core: a tenth of it
+is left to it. It must get on, for it may hold Python's lock, which training waits for."""
+
+
 class _Job(threading.Thread):
     """Writes one checkpoint. `error`: why it did not."""
 
@@ -46,6 +52,7 @@ class _Job(threading.Thread):
         self.error: Exception | None = None
 
     def run(self) -> None:
+        os.nice(_NICE)  # on Linux, of this thread alone
         try:
             self._work()
         except Exception as error:  # told by the training thread

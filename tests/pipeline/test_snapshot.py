@@ -20,6 +20,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement
 from distcache.engine.snapshot import Snapshot
 from distcache.parallel.cached import CachedSettings
+from distcache.store import old_rows
 
 BEGIN, STEPS, ROWS = 5, 40, 7
 """The step before which the snapshot begins; steps; rows of a block."""
@@ -47,6 +48,7 @@ def train_and_read(
 ) -> dict:
     """Whether the tables at `BEGIN` are what was read of them later, beside training and at its
     end; how many numbers changed, and rows were written, meanwhile; and files that are left."""
+    old_rows.PIECE_ROWS = 1  # small tables have many pieces then too
     world = open_world("cpu", "gloo", 60)
     spec, lr = OPTIMIZERS[optimizer]
     case = Scenario(TABLES, spec, lr, steps=STEPS, seed=3)
@@ -119,8 +121,9 @@ def test_a_full_disk_ends_the_snapshot_and_nothing_else(tmp_path: Path, world: W
 
 
 def test_a_row_is_kept_once_and_a_record_that_is_cut_speaks_of_rows_that_stand(
-    tmp_path: Path, world: World
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(old_rows, "PIECE_ROWS", 1)
     case = Scenario(TABLES, steps=1)
     mode = make_mode(world, case, CachedSettings("data", (216, 12), 2, 1))
     whole, rows = mode.tables.whole_tables, mode.tables.rows[0]

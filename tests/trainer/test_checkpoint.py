@@ -26,7 +26,7 @@ from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import RunIdentity, TrainerState
-from distcache.trainer.manifest import Manifest
+from distcache.trainer.manifest import BlockReader, Manifest
 
 IDENTITY = RunIdentity(
     mode="data",
@@ -179,9 +179,9 @@ def test_a_disk_without_room_is_told_before_anything_is_written(world, tmp_path,
         save(tmp_path / STEP, world, {"rows": torch.ones(5, 4), "a": torch.ones(10).double()})
 
 
-def _flip(path: Path) -> None:
+def _flip(path: Path, at: int | None = None) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
+    data[len(data) // 2 if at is None else at] ^= 4
     path.write_bytes(data)
 
 
@@ -221,6 +221,25 @@ def test_a_damaged_file_is_refused_by_name(world, tmp_path, damage, format):
         lost = (name, damage, format) == (".metadata", "missing", 2)
         assert lost or name in str(caught.value)
         assert lost or isinstance(caught.value, DataError)
+
+
+def test_values_are_read_where_they_go_and_no_byte_of_a_block_may_differ(world, tmp_path):
+    want = torch.arange(60.0).view(6, 10)
+    save(tmp_path / STEP, world, {"t": want})
+    file = tmp_path / STEP / "__0_0.distcp"
+    reader = BlockReader(tmp_path / STEP, Manifest.read(tmp_path / STEP))
+    block = file.name, 0, file.stat().st_size
+    for into in (torch.zeros(6, 10), torch.zeros(10, 6).t(), torch.zeros(6, 10).double()):
+        mode, alike = Plain({"t": into}), into.is_contiguous() and into.dtype == want.dtype
+        assert resumed(tmp_path, world, mode) == STATE
+        assert torch.equal(mode.values["t"], want.to(into.dtype))
+        assert (reader.load_block(*block, into=into) is into) == alike
+    for at in range(0, block[2], 5):
+        _flip(file, at)
+        with pytest.raises(DataError, match=file.name):
+            reader.load_block(*block, into=torch.zeros(6, 10))
+        _flip(file, at)
+    assert torch.equal(reader.load_block(*block), want)
 
 
 def test_a_manifest_of_another_making_is_refused(world, saved, fives):
