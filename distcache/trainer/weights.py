@@ -52,11 +52,9 @@ class _Blocks:
         return out
 
     def _load(self, chunk: metadata.ChunkStorageMetadata) -> Tensor:
-        place = metadata.MetadataIndex(self._name, chunk.offsets)
-        info = self._reader.values.storage_data[place]
-        block = self._reader.load_block(info.relative_path, info.offset, info.length)
+        block = self._reader.load_block(metadata.MetadataIndex(self._name, chunk.offsets))
         if block.shape != chunk.sizes:
-            raise DataError(f"{info.relative_path} has a block of {self._name} of another shape")
+            raise DataError(f"{self._reader.path} has a block of {self._name} of another shape")
         return block
 
 
