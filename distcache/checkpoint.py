@@ -80,7 +80,7 @@ def described(folder: Path, manifest: Manifest) -> str:
     for key in ("step", "format", "base", "metrics", "phase", "run", "versions"):
         lines.append(f"{key}: {json.dumps(header.get(key))}")
     reader = BlockReader(folder, manifest)
-    changed = {} if reader.changed is None else reader.changed.rows
+    changed = reader.changed.rows
     for name, value in sorted(reader.values.state_dict_metadata.items()):
         shape = getattr(value, "size", None)
         kind = "" if shape is None else f"{list(shape)} {value.properties.dtype}"

@@ -372,7 +372,8 @@ class BlockReader(FileSystemReader):
     """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read.
 
     Where a checkpoint rests on another one, blocks of its tables are those of that one, with the
-    rows that changed since: `changed`. `values`: the list of all values, as of a whole checkpoint.
+    rows that changed since: `changed`, none in a whole one; `older`: the names of these tables'
+    values. `values`: the list of all values, as of a whole checkpoint.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -382,11 +383,11 @@ class BlockReader(FileSystemReader):
         ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
         own = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
         self.values, self._places = own, own.storage_data
-        self.changed: Changes | None = None
+        self.changed, self.older = Changes(self, own), set[str]()
         self._base: BlockReader | None = None
         if manifest.base is not None:
-            self.changed, self._base = Changes(self, own), BlockReader(*manifest.base)
-            self.values = _merged(own, self._base.values)
+            self._base = BlockReader(*manifest.base)
+            self.values, self.older = _merged(own, self._base.values)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The list of values, which was read at the start."""
@@ -415,7 +416,7 @@ class BlockReader(FileSystemReader):
 
     def load_block(self, index: metadata.MetadataIndex) -> Tensor:
         """The tensor that is a block of a value, as of now. Raises DataError."""
-        if self._base is not None and self.changed is not None and index not in self._places:
+        if self._base is not None and index.fqn in self.older:
             block = self._base.load_block(index)
             self.changed.put(index.fqn, (index.offset or (0,))[0], block)
             return block
@@ -490,14 +491,16 @@ class Changes:
         self._held = held
 
 
-def _merged(own: metadata.Metadata, base: metadata.Metadata) -> metadata.Metadata:
-    """The values of a checkpoint with the tables of another one that it has not itself."""
+def _merged(own: metadata.Metadata, base: metadata.Metadata) -> tuple[metadata.Metadata, set[str]]:
+    """The values of a checkpoint with the tables of another one that it has not itself, and the
+    names of these."""
     found, older = own.state_dict_metadata, base.state_dict_metadata
     values = {name: value for name, value in found.items() if not name.startswith(CHANGED)}
     tables = {name for name in older if name.startswith(TABLES)} - values.keys()
     places = {index: at for index, at in base.storage_data.items() if index.fqn in tables}
     values |= {name: older[name] for name in tables}
-    return replace(own, state_dict_metadata=values, storage_data=own.storage_data | places)
+    every = own.storage_data | places
+    return replace(own, state_dict_metadata=values, storage_data=every), tables
 
 
 def as_bytes(value: Any) -> Tensor:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from node_cases import open_nodes
 from placement_cases import TABLES, fitting_slots, placement_of
+from pyarrow import parquet
 from ranks import run_ranks
 from scenarios import OPTIMIZERS, Scenario, Source, make_mode, table
 from torch.distributed.checkpoint import FileSystemReader
@@ -220,6 +221,31 @@ def test_what_others_read_of_it_is_the_whole(made: Path, tmp_path: Path) -> None
     for spec in CASE.tables:
         found = tables[f"{spec.name}.weight"].block(0, spec.rows)
         assert torch.equal(found, want[f"tables.{spec.name}.weight"])
+
+
+def test_rows_since_the_one_it_rests_on_are_exported_without_reading_that(
+    copy: Path, tmp_path: Path
+) -> None:
+    own, old = (checkpoints.tensors(at(copy, step)) for step in (12, 8))
+    (path,) = at(copy, 8).glob("*.distcp")
+    data = path.read_bytes()
+
+    def exported(since: int, name: str) -> tuple[list[int], torch.Tensor]:
+        words = [f"resume={at(copy, 12)}", f"since={at(copy, since)}", "format=parquet"]
+        assert export.main([*words, f"tables={name}", f"output={tmp_path}"]) == 0
+        found = parquet.read_table(tmp_path / f"{name}.parquet").to_pydict()
+        return found["id"], torch.tensor(found["vector"])
+
+    flip(at(copy, 8))
+    for name in "ae":
+        ids, vectors = exported(8, name)
+        new, was = (values[f"tables.{name}.weight"] for values in (own, old))
+        differ = (new != was).any(1).nonzero().flatten().tolist()
+        assert set(differ) <= set(ids) and ids == sorted(set(ids)) and len(ids) < len(new)
+        assert torch.equal(vectors, new[ids])
+    path.write_bytes(data)
+    assert exported(8, "d")[0] == [0]  # which both have whole
+    assert set(exported(10, "e")[0]) <= set(ids)
 
 
 def test_what_the_command_says_of_it(copy: Path, capsys) -> None:
