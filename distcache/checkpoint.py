@@ -57,7 +57,10 @@ def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
                 manifest = Manifest.read(folder)
                 if what == "verify":
                     manifest.verify(folder)
-                    log.info("%s is whole, %s", folder, human_bytes(manifest.nbytes))
+                    rest = "" if manifest.base is None else f", beside {manifest.base[0]}"
+                    log.info("%s is whole, %s%s", folder, human_bytes(manifest.nbytes), rest)
+                    if manifest.base is not None and manifest.base[0] not in folders:
+                        folders.append(manifest.base[0])
                 elif what == "show":
                     log.info("%s: %s", folder, described(folder, manifest))
                 elif not (folder / MANIFEST).exists():
@@ -74,12 +77,15 @@ def described(folder: Path, manifest: Manifest) -> str:
     from distcache.trainer.manifest import BlockReader
 
     header, lines = manifest.header, [f"{human_bytes(manifest.nbytes)}"]
-    for key in ("step", "format", "metrics", "phase", "run", "versions"):
+    for key in ("step", "format", "base", "metrics", "phase", "run", "versions"):
         lines.append(f"{key}: {json.dumps(header.get(key))}")
-    for name, value in sorted(BlockReader(folder, manifest).values.state_dict_metadata.items()):
+    reader = BlockReader(folder, manifest)
+    changed = reader.changed.rows
+    for name, value in sorted(reader.values.state_dict_metadata.items()):
         shape = getattr(value, "size", None)
         kind = "" if shape is None else f"{list(shape)} {value.properties.dtype}"
-        lines.append(f"{name} {kind}")
+        here = f", {changed[name]} rows here" if name in changed else ""
+        lines.append(f"{name} {kind}{here}")
     return "\n  ".join(lines)
 
 

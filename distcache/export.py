@@ -30,7 +30,11 @@ class ExportConfig:
     rows: str = option(
         "", "parquet: which rows of the one table; a file with one id a line, or Parquet with id"
     )
-    since: str = option("", "parquet: only rows that differ from those of this older checkpoint")
+    since: str = option(
+        "",
+        "parquet: only rows that differ from those of this older checkpoint, or, where resume "
+        "rests on that one, the rows that steps named since",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +50,8 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
             raise ConfigError(f"{key} is not set: give {key}=<folder>")
     if given.rows and (given.since or len(given.tables) != 1):
         raise ConfigError(f"rows={given.rows}: give the one table with these ids by tables=<name>")
-    tables, rows = tables_of("resume", given.resume), None
+    folder, tables = tables_of("resume", given.resume)
+    rows: dict[str, np.ndarray] | None = None
     if unknown := sorted(set(given.tables) - set(tables)):
         raise ConfigError(f"tables={unknown}: the checkpoint has {', '.join(tables)}")
     chosen = {name: tables[name] for name in given.tables or tables}
@@ -54,25 +59,33 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
         (name,) = given.tables
         rows = {name: read_ids(Path(given.rows), chosen[name].shape[0])}
     if given.since:
-        older = tables_of("since", given.since)
-        rows = {name: changed_rows(name, own, older.get(name)) for name, own in chosen.items()}
+        from distcache.trainer.weights import weights_since
+
+        since, older = tables_of("since", given.since)
+        known, rows = weights_since(folder, since), {}
+        for name, own in chosen.items():
+            if name in known:
+                chosen[name], rows[name] = known[name]
+            else:
+                rows[name] = changed_rows(name, own, older.get(name))
     write_tables(Path(given.output), given.format, chosen, rows)
     return 0
 
 
-def tables_of(key: str, path: str) -> dict[str, Stored]:
-    """The weights of the checkpoint that `key` names, by table."""
+def tables_of(key: str, path: str) -> tuple[Path, dict[str, Stored]]:
+    """The checkpoint that `key` names, and its weights by table."""
     # Imported here: `--help` needs no trainer.
     from distcache.trainer.checkpoint import find
     from distcache.trainer.weights import checkpoint_values
 
     try:
-        stored = checkpoint_values(find(Path(path)))
+        folder = find(Path(path))
+        stored = checkpoint_values(folder)
     except DistcacheError as error:
         error.reword({"trainer.resume": key})
         raise
     begin, end = "tables.", ".weight"
-    return {
+    return folder, {
         name.removeprefix(begin).removesuffix(end): value
         for name, value in stored.items()
         if name.startswith(begin) and name.endswith(end)

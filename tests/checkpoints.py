@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from distcache.comm.world import World
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import RunIdentity, TrainerState, file_world
+from distcache.trainer.manifest import BlockReader, Manifest
 
 
 class Plain:
@@ -25,7 +26,7 @@ class Plain:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = dict(values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, since: int | None = None) -> dict[str, Any]:
         return dict(self.values)
 
     blank_state = state_dict
@@ -76,13 +77,16 @@ class Payload:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, read by DCP itself."""
-    reader = torch.distributed.checkpoint.FileSystemReader(folder)
+    """Every tensor of a checkpoint, read by DCP itself; where it rests on another one, together
+    with that."""
+    manifest, reader = Manifest.read(folder), FileSystemReader(folder)
+    if manifest.base is not None:
+        reader = BlockReader(folder, manifest)
     stored = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.zeros(value.size, dtype=value.properties.dtype)
         for name, value in stored.items()
         if hasattr(value, "size")
     }
-    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    torch.distributed.checkpoint.load(state, storage_reader=reader)
     return state

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import reference_trainer
@@ -119,6 +120,19 @@ class Scenario:
             first_sample=low,
             kind=kind,
         )
+
+
+class Source:
+    """The batches of a scenario, without end."""
+
+    steps_per_epoch: int | None = None
+    eval_batches: int | None = 0
+    dense_features = 5
+    identity: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, case: Scenario) -> None:
+        self.train_batch, self.features = case.batch, case.features
+        self.table_rows = tuple(table.rows for table in case.readers.values())
 
 
 def table(name: str, rows: int, dim: int = 8, features: int = 1, pooling: str = "sum") -> TableSpec:

@@ -154,6 +154,7 @@ def without_use(config: Config, world_size: int, given: Collection[str]) -> list
         "optim.decay_start": not config.optim.decay_steps,
         "trainer.resume_data": config.trainer.resume == "never",
         "trainer.checkpoint_every": not config.run.save,
+        "trainer.checkpoint_whole_every": mode in ("resident", "hybrid") or not config.run.save,
     }
     keys = {key for words, is_so in idle.items() if is_so for key in words.split()}
     return [f"{key}={attrgetter(key)(config)}" for key in sorted(keys.intersection(given))]

@@ -258,8 +258,11 @@ class TrainerConfig:
     checkpoint_every: Any = "30min"
     """Steps (`1000`) or time (`90s`, `30min`, `2h`) from checkpoint to checkpoint; `end`: one at
     the end alone. None with `run.save=false`."""
+    checkpoint_whole_every: int = least(1, 1)
+    """Of so many checkpoints one is whole (1: each); the others have of tables the rows alone that
+    changed since that one, and are read with it."""
     keep_checkpoints: int = least(1, 3)
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints are kept, beside the whole ones on which these rest."""
     keep_best: str = choice("none", "eval_auc", "eval_logloss", "eval_ne")
     """The metric by which the best checkpoint is kept too; one is written at each evaluation that
     is better than all before."""

@@ -27,6 +27,7 @@ from distcache.engine.step import (
     Stage,
     running,
 )
+from distcache.layout import RowLayout
 from distcache.ops import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import StepPlan, Transfer
@@ -421,6 +422,14 @@ class GroupRows:
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
         return self._access.put(rows, self.cache.read(slots))
+
+
+def marked_ids(layout: RowLayout, home: int, bits: np.ndarray) -> list[np.ndarray]:
+    """Of each table the ids, int64, ascending, whose rows at home on `home` have their bit set in
+    `bits`, of a mark there."""
+    rows = layout.row(home, np.unpackbits(bits, bitorder="little").nonzero()[0])
+    own = np.split(rows, np.searchsorted(rows, layout.offsets))[1:-1]
+    return [rows - first for rows, first in zip(own, layout.offsets[:-1], strict=True)]
 
 
 # -----------------------------------------------------------------------------

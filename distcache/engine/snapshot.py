@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,19 +29,21 @@ class Snapshot:
             if rows.store is not None:
                 rows.old = OldRows(folder, at, rows.link.world.rank, rows.store)
 
-    def block(self, name: str, start: int, now: Tensor) -> Tensor:
-        """Rows from `start` on of the value `name` of `WholeTables.state`, as they were; `now`: as
-        they are, `[m, columns]`, a view of the store."""
+    def block(self, name: str, ids: np.ndarray, now: Tensor) -> Tensor:
+        """Rows `ids`, int64 `[m]`, ascending, of the value `name` of `WholeTables.state`, as they
+        were; `now`: as they are, `[m, columns]`, a view of the store, or read just before."""
         group, first, state, columns = self._whole.source(name)
         store = self._groups[group].store
         if store is None:
             raise DistcacheError(f"{name} lies on the device: it has no snapshot")
         # NumPy: torch would start a pool of threads for this one, beside that of training.
         block = now.detach().numpy().copy()
-        first += start
-        last = first + len(now)
-        for places, values in read_old(self._folder, group, store, first, last, state):
-            block[places - first] = values[:, columns]
+        places = first + ids
+        ends = int(places[0]), int(places[-1]) + 1
+        for changed, values in read_old(self._folder, group, store, *ends, state):
+            at = np.searchsorted(places, changed)
+            own = places[at] == changed
+            block[at[own]] = values[own, columns]
         return torch.from_numpy(block)
 
     @property

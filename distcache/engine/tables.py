@@ -28,7 +28,7 @@ from distcache.engine.gradients import (
     to_all,
 )
 from distcache.engine.groups import TableSettings, make_groups
-from distcache.engine.movement import Mover, RowChoice
+from distcache.engine.movement import Mover, RowChoice, marked_ids
 from distcache.engine.queue import StepStream
 from distcache.engine.step import (
     RETURN_ROWS,
@@ -453,9 +453,9 @@ class CachedTables:
             )
         return self.last_step, applied
 
-    def mark(self, changed: Mapping[str, np.ndarray] | None = None) -> int:
+    def mark(self, changed: Mapping[str, np.ndarray] | None = None, keep: int = MARKS) -> int:
         """A mark at this step, right after `flush`, by its number, for `changed_since`; the last
-        `MARKS` are kept, each a bit for every row. Raises PlanError where rows have no store.
+        `keep` are kept, each a bit for every row. Raises PlanError where rows have no store.
 
         `changed`: ids of tables, int64 `[m]`, that count as changed since.
         """
@@ -464,7 +464,7 @@ class CachedTables:
         number = max(self.rows[0].marks, default=-1) + 1
         for rows in self.rows:
             # A new dictionary: movement may be going through the one there is.
-            kept = {at: bits for at, bits in rows.marks.items() if at > number - MARKS}
+            kept = {at: bits for at, bits in rows.marks.items() if at > number - keep}
             none = np.zeros(-(-rows.group.layout.local_rows // 8), np.uint8)
             rows.marks = {**kept, number: none}
         for index, table in enumerate(self.tables):
@@ -486,14 +486,10 @@ class CachedTables:
         found: dict[str, np.ndarray] = {}
         for rows in self.rows:
             layout, own = rows.group.layout, rows.marks[mark]
-            homes = [
-                layout.row(home, np.unpackbits(bits, bitorder="little").nonzero()[0])
-                for home, bits in enumerate(together(self.world, lambda own=own: own))
-            ]
-            changed = np.sort(np.concatenate(homes))
-            ends = np.searchsorted(changed, layout.offsets)
-            for at, table in enumerate(layout.tables):
-                found[table.name] = changed[ends[at] : ends[at + 1]] - layout.offsets[at]
+            by_home = enumerate(together(self.world, lambda own=own: own))
+            homes = [marked_ids(layout, home, bits) for home, bits in by_home]
+            for table, *parts in zip(layout.tables, *homes, strict=True):
+                found[table.name] = np.sort(np.concatenate(parts))
         return {table.name: found[table.name] for table in self.tables}
 
     def forget(self) -> None:

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint import metadata, planner
 
 from distcache.cache import DeviceCache
 from distcache.comm.link import ROWS, CollectiveCounters, Link, host_link, together
@@ -31,7 +33,7 @@ from distcache.engine.groups import (
     region_slots,
     state_slots,
 )
-from distcache.engine.movement import GroupRows, MoveCounts
+from distcache.engine.movement import GroupRows, MoveCounts, marked_ids
 from distcache.engine.planning import Region, StreamPlanner, home_regions
 from distcache.errors import DistcacheError, PlanError
 from distcache.layout import TableSpec
@@ -392,6 +394,41 @@ def _scatter(store: RowStore, rows: Tensor, joined: Tensor) -> None:
 Part = tuple[int, slice, Tensor]
 """Index of a table, columns, their new values `[rows, columns]`."""
 
+CHANGED = "changed."
+"""What begins the names of rows of a value that changed, and of their ids, `changed.tables.<name>.`
+and `weight`, a state or `ids`."""
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """This rank's part of the changed rows of a table's value, or of their ids: of the rows at home
+    here, read when they are written.
+
+    `of`: the value (None: the ids themselves); `ids`: of this rank's rows, int64 `[m]`, ascending;
+    `first`: how many rows those of the ranks before are; `size`, `dtype`: of all ranks' rows;
+    `read`: ids, any of these, to their rows.
+    """
+
+    of: str | None
+    ids: np.ndarray
+    first: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[np.ndarray], Tensor]
+
+    def __create_write_items__(self, name: str, own: Any) -> list[planner.WriteItem]:
+        """What `torch.distributed.checkpoint` asks of an object that is written as a tensor."""
+        count, rest = len(self.ids), [0] * (len(self.size) - 1)
+        if not count:
+            return []
+        offsets = torch.Size([self.first, *rest])
+        chunk = metadata.ChunkStorageMetadata(offsets, torch.Size([count, *self.size[1:]]))
+        about = metadata.TensorProperties(dtype=self.dtype)
+        data = planner.TensorWriteData(chunk, about, torch.Size(self.size))
+        index = metadata.MetadataIndex(name, offsets)
+        return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)]
+
+
 _WAY_OUT = (
     "each node holds a copy of the whole tables while they are read this way: use nodes with more "
     "memory, or `distcache.fit`, whose checkpoints are written from each node's part"
@@ -445,7 +482,9 @@ class WholeTables:
     # --- checkpoints: on several nodes each rank has an equal range of every table's ids, in
     # temporary files on disk, so that host memory does not hold the tables twice ---------------
 
-    def state(self, scratch: Path | None = None, filled: bool = True) -> dict[str, Any]:
+    def state(
+        self, scratch: Path | None = None, filled: bool = True, since: int | None = None
+    ) -> dict[str, Any]:
         """`tables.<name>.weight` `[rows, D]` and `tables.<name>.<state>` of all tables, for
         `torch.distributed.checkpoint`.
 
@@ -455,28 +494,67 @@ class WholeTables:
         nodes shards in files under `scratch` (the system's folder for them, where it is None or not
         there), with the rows' values where `filled`, else with zeros, to be loaded into. Raises
         DistcacheError where a disk does not hold this rank's part.
+
+        `since`: a mark; a table of whose rows fewer bytes changed since has these alone, as
+        `ChangedRows`, and one of which none did has nothing.
         """
-        state: dict[str, Any] = {}
+        state, whole = dict[str, Any](), list(range(len(self._tables)))
+        if since is not None:
+            state, whole = self._changed(since)
         if self._is_split:
-            together(self._world, lambda: state.update(self._allocate(scratch)))
-            for index in range(len(self._tables)):
+            together(self._world, lambda: state.update(self._allocate(whole, scratch)))
+            for index in whole:
                 own = {name: (state[name], at) for name, at in self._columns(index).items()}
                 if filled:
                     self._read(index, own)
                 for name, (part, _) in own.items():
                     state[name] = self._as_sharded(index, part)
         elif self._groups[0].store is None or filled or not self._world.local_rank:
-            for index, table in enumerate(self._tables):
-                weight, extra = self.local(index)
+            for index in whole:
+                table, (weight, extra) = self._tables[index], self.local(index)
                 state[f"tables.{table.name}.weight"] = weight
                 for name, columns in self._update.state_columns(table.dim).items():
                     if extra is not None:
                         state[f"tables.{table.name}.{name}"] = extra[:, columns]
         return state
 
+    def _changed(self, mark: int) -> tuple[dict[str, Any], list[int]]:
+        """The tables of which fewer bytes changed than they have: `ChangedRows` of their values by
+        name; and the indices of the others."""
+        own, world = dict[int, np.ndarray](), self._world
+        for rows in self._groups:
+            ids = marked_ids(rows.group.layout, world.rank, rows.marks[mark])
+            own |= dict(zip(rows.group.tables, ids, strict=True))
+        counts = together(world, lambda: {index: len(ids) for index, ids in own.items()})
+        state, whole = dict[str, Any](), list[int]()
+        for index, table in enumerate(self._tables):
+            store, ids = self._store(index)[0], own[index]
+            first = sum(of_rank[index] for of_rank in counts[: world.rank])
+            total, row_bytes = sum(of_rank[index] for of_rank in counts), _row_bytes(store)
+            if total * (row_bytes + ids.itemsize) >= table.rows * row_bytes:
+                whole.append(index)
+            elif total:
+                of_ids = (ids, first, (total,), torch.int64, torch.from_numpy)
+                state[f"{CHANGED}tables.{table.name}.ids"] = ChangedRows(None, *of_ids)
+                for name, at in self._columns(index).items():
+                    size = total, at.stop - at.start
+                    of_rows = (ids, first, size, store.dtype, partial(self.rows, name))
+                    state[CHANGED + name] = ChangedRows(name, *of_rows)
+        return state, whole
+
+    def rows(self, name: str, ids: np.ndarray) -> Tensor:
+        """A copy of rows `ids`, int64 `[m]`, of a value of `state`, `[m, columns]`; local, by any
+        thread. Raises PlanError for rows at home on another node."""
+        group, first, state, columns = self.source(name)
+        store = self._groups[group].store
+        table = None if store is None else store.state if state else store.weight
+        if store is None or table is None:
+            raise PlanError(f"{name} lies in no store")
+        return torch.from_numpy(table.numpy()[:, columns][store.part.places(first + ids)])
+
     def source(self, name: str) -> tuple[int, int, bool, slice]:
-        """Of a value of `state` on one node: its group, the first of its rows in the group's store,
-        whether it is state, and which columns of that, or of the weights, it is."""
+        """Of a value of `state`: its group, the number there of its first row (on one node its
+        place in the store), whether it is state, and which columns of that, or of the weights."""
         for table, spec in enumerate(self._tables):
             if (columns := self._columns(table).get(name)) is None:
                 continue
@@ -512,10 +590,10 @@ class WholeTables:
             found[f"tables.{spec.name}.{name}"] = place
         return found
 
-    def _allocate(self, folder: Path | None) -> dict[str, Tensor]:
-        """Zeros for this rank's ids of every table, `[n, width]` by name."""
+    def _allocate(self, tables: Sequence[int], folder: Path | None) -> dict[str, Tensor]:
+        """Zeros for this rank's ids of these tables, `[n, width]` by name."""
         found = {}
-        for index in range(len(self._tables)):
+        for index in tables:
             count, dtype = len(self._shares(index)[self._world.rank]), self._store(index)[0].dtype
             for name, columns in self._columns(index).items():
                 found[name] = disk_zeros((count, columns.stop - columns.start), dtype, folder)
@@ -626,7 +704,7 @@ class WholeTables:
                 if target is not None and target.data_ptr() != value.data_ptr():
                     target[:, columns].copy_(value)
 
-        for index, _, value in () if is_state else parts:
+        for index, _, value in parts:
             self.note_range(index, range(len(value)))
         with torch.no_grad():
             together(self._world, write)

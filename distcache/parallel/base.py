@@ -138,12 +138,18 @@ class Parallel(ABC):
         `folder`: see `Snapshot`. None where tables must be read before the next step."""
         return None
 
+    def mark(self) -> int | None:
+        """A mark at this step, right after a flush, in place of the one before, for `state_dict`;
+        None where the mode keeps none."""
+        return None
+
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, since: int | None = None) -> dict[str, Any]:
         """All that `torch.distributed.checkpoint` must save for the same trajectory to go on.
 
         Keys: `tables.<name>.weight`, `tables.<name>.<state>`, `dense.<parameter>`,
         `dense_optim.*`, counters. Tensors are whole tables in original ids (or shards of them).
+        `since`: a mark; of tables there may be the rows alone that changed since, `ChangedRows`.
         """
 
     def blank_state(self) -> dict[str, Any]:

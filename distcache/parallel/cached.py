@@ -361,15 +361,18 @@ class CachedParallel(Parallel):
             return None
         return Snapshot(folder, self.tables.rows, self.tables.whole_tables)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
-        return self.blank_state(filled=True)
+    def mark(self) -> int | None:
+        """See `Parallel.mark`: where rows have a store."""
+        return None if self.settings.mode == "resident" else self.tables.mark(keep=1)
 
-    def blank_state(self, filled: bool = False) -> dict[str, Any]:
+    def state_dict(self, since: int | None = None) -> dict[str, Any]:
+        """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
+        return self.blank_state(True, since)
+
+    def blank_state(self, filled: bool = False, since: int | None = None) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
-        state = {"applied_steps": torch.tensor(self.applied)} | self.tables.whole_tables.state(
-            self.scratch, filled
-        )
+        tables = self.tables.whole_tables.state(self.scratch, filled, since)
+        state = {"applied_steps": torch.tensor(self.applied)} | tables
         state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
         optimized = state_tensors(self.dense_optimizer, self.model)
         return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}

@@ -651,7 +651,7 @@ class HybridParallel(Parallel):
         """The dense parameters by the given model's own names, in its order."""
         return {name: value.detach() for name, value in self._model.named_parameters()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, since: int | None = None) -> dict[str, Any]:
         """See `Parallel.state_dict`: tables and row states as ShardedTensor of this rank's shards.
 
         All are the trained memory itself: filling them in place loads them.

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.snapshot import Snapshot
+from distcache.engine.whole import CHANGED, ChangedRows
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
@@ -36,6 +38,7 @@ from distcache.trainer.manifest import (
     MANIFEST,
     METADATA,
     SUMS,
+    TABLES,
     TRAINER_KEY,
     BlockReader,
     BlockWriter,
@@ -103,9 +106,6 @@ BLOCK_BYTES = 16 << 20
 keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
 checksum."""
 
-TABLES = "tables."
-"""What begins the names of tables' values."""
-
 
 class BlockSavePlanner(DefaultSavePlanner):
     """Writes plain tensors in blocks of rows.
@@ -124,37 +124,45 @@ class BlockSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> planner.SavePlan:
         """The default plan with every big plain tensor split into blocks."""
         plan = super().create_local_plan()
-        items = [block for item in plan.items for block in split(item, BLOCK_BYTES)]
+        items = [block for item in plan.items for block in self._split(item)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
+    def _split(self, item: planner.WriteItem) -> Iterable[planner.WriteItem]:
+        # No DTensor, no ShardedTensor.
+        plain = type(self.state_dict[item.index.fqn]) in (Tensor, torch.nn.Parameter, ChangedRows)
+        return split(item, BLOCK_BYTES) if plain else [item]
+
     def resolve_data(self, write_item: planner.WriteItem) -> Any:
         """The rows of one block, or what the default planner says."""
-        name, data, start = write_item.index.fqn, write_item.tensor_data, 0
-        value = self.state_dict[name]
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # no DTensor, no ShardedTensor
-        if data is None or not plain:
+        name, data = write_item.index.fqn, write_item.tensor_data
+        value, of = self.state_dict[name], name if name.startswith(TABLES) else None
+        plain = type(value) in (Tensor, torch.nn.Parameter) and data is not None
+        if isinstance(value, ChangedRows) and data is not None:
+            start = data.chunk.offsets[0] - value.first
+            of, ids = value.of, value.ids[start : start + data.chunk.sizes[0]]
+            value = value.read(ids)
+        elif plain and data.chunk.sizes:
+            start, count = data.chunk.offsets[0], data.chunk.sizes[0]
+            ids, value = np.arange(start, start + count), value.detach().narrow(0, start, count)
+        else:
             return super().resolve_data(write_item)
-        if write_item.type is planner.WriteItemType.SHARD:
-            start = data.chunk.offsets[0]
-            value = value.detach().narrow(0, start, data.chunk.sizes[0])
-        if self._snapshot is not None and name.startswith(TABLES):
-            return self._snapshot.block(name, start, value)
-        return value
+        return (
+            value if self._snapshot is None or of is None else self._snapshot.block(of, ids, value)
+        )
 
 
 def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteItem]:
-    """The blocks of an item of a plan; the item itself unless it is a plain tensor beyond one."""
+    """The blocks of a tensor's item of a plan; the item itself where it is no more than one."""
     data = item.tensor_data
-    plain = item.type is planner.WriteItemType.TENSOR and data is not None
-    count, *rest = data.size if plain and data.size else (0,)
+    count, *rest = data.chunk.sizes if data is not None and data.chunk.sizes else (0,)
     row_bytes = torch.Size(rest).numel() * data.properties.dtype.itemsize if count else 1
     step = max(1, block_bytes // max(row_bytes, 1))
     if step >= count:
         yield item
         return
     for start in range(0, count, step):
-        offsets = torch.Size([start, *[0] * len(rest)])
+        offsets = torch.Size([data.chunk.offsets[0] + start, *[0] * len(rest)])
         sizes = torch.Size([min(step, count - start), *rest])
         chunk = metadata.ChunkStorageMetadata(offsets, sizes)
         yield planner.WriteItem(
@@ -364,14 +372,17 @@ def _told(fails: str, world: World) -> Iterator[None]:
 # Saving.
 
 
-def captured(mode: Parallel, extra: Mapping[str, bytes], beside: bool) -> dict[str, Tensor]:
+def captured(
+    mode: Parallel, extra: Mapping[str, bytes], beside: bool, since: int | None = None
+) -> dict[str, Any]:
     """What a checkpoint has of `mode`, after a flush, as tensors, and the `extra` values of this
-    rank; by all ranks. `beside`: as of now, however it changes, but for the tables."""
-    found: dict[str, Tensor] = {}
-    for name, value in (mode.state_dict() | dict(extra)).items():
-        if not isinstance(value, Tensor):
+    rank; by all ranks. `beside`: as of now, however it changes, but for the tables; `since`: of
+    these the rows alone, where that is less, that changed since this mark."""
+    found: dict[str, Any] = {}
+    for name, value in (mode.state_dict(since) | dict(extra)).items():
+        if not isinstance(value, Tensor | ChangedRows):
             value = as_bytes(value)
-        elif beside and not name.startswith(TABLES):
+        elif beside and not name.startswith((TABLES, CHANGED)):
             value = value.detach().cpu().clone()
         found[name] = value
     return found
@@ -406,12 +417,12 @@ def remove(folder: Path) -> None:
 
 def save(
     folder: Path,
-    values: Mapping[str, Tensor],
+    values: Mapping[str, Any],
     header: Mapping[str, Any],
     world: World,
     snapshot: Snapshot | None = None,
 ) -> None:
-    """Write `values` to `folder`, of `make_room`; a checkpoint when this returns.
+    """Write `values`, of `captured`, to `folder`, of `make_room`; a checkpoint when this returns.
 
     `world`: of `file_world`, by all ranks, each in one thread; `header`: JSON values; `snapshot`:
     where tables are read, that go on changing. Raises DistcacheError when a rank cannot write;

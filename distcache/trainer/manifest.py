@@ -20,11 +20,12 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
@@ -34,11 +35,15 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from distcache.data.own import load_plain
+from distcache.engine.whole import CHANGED
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.store.memory import describe_bytes
 
 FORMAT = 3
 """Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
+
+TABLES = "tables."
+"""What begins the names of tables' values; `CHANGED` before these: of their rows that changed."""
 
 MANIFEST, METADATA, SUMS = "manifest.json", ".metadata", "checksums.json"
 """Files of a checkpoint: what belongs to it, written last; DCP's list of values; format 2's sums.
@@ -59,7 +64,8 @@ _PIECE_BYTES = 1 << 20
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. `header`: what its run says of it, JSON values; `files`: the marks
-    of each file's blocks, in order, by name.
+    of each file's blocks, in order, by name; `base`: the whole checkpoint, and its folder, whose
+    tables it has as far as it has none of its own (None: it is whole itself).
 
     The checksum of a block goes on from that of the block before it, so the last one is the whole
     file's, and both are computed in one pass.
@@ -67,6 +73,13 @@ class Manifest:
 
     header: dict[str, Any]
     files: dict[str, list[Mark]]
+    base: tuple[Path, Manifest] | None = None
+
+    @property
+    def crc32(self) -> str:
+        """The checksum of the manifest, whatever its spaces and the order of its keys."""
+        body = json.dumps({"header": self.header, "files": self.files}, sort_keys=True)
+        return f"{zlib.crc32(body.encode()):08x}"
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +89,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Make `folder`, whose files are on the disk, a checkpoint. Raises DistcacheError."""
         body = {"header": self.header, "files": self.files}
-        text = json.dumps({"crc32": _sum_of(body), "checkpoint": body})
+        text = json.dumps({"crc32": self.crc32, "checkpoint": body})
         try:
             with BlockFile(folder / MANIFEST) as file:
                 file.write(text.encode())
@@ -86,24 +99,31 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint of any format, whose files are there in their lengths.
+        """The manifest of a checkpoint of any format, whose files are there in their lengths, as
+        are those of the one that it rests on.
 
-        Raises DataError for one that is damaged or lacks a file.
+        Raises DataError for one that is damaged or lacks a file, and names which of both it is.
         """
-        path = folder / MANIFEST
-        if not path.is_file():
+        if not (folder / MANIFEST).is_file():
             return _of_format_2(folder)
+        found = _read_manifest(folder)
+        found._check_files(folder)
+        if (where := _base_folder(folder, found.header)) is None:
+            return found
         try:
-            found = json.loads(path.read_bytes())
-            body = found["checkpoint"]
-            if found["crc32"] != _sum_of(body):
-                raise ValueError("its checksum is another one")
-            files = {name: [(end, crc) for end, crc in of] for name, of in body["files"].items()}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path} is damaged ({error}): {WAY_OUT}") from error
-        for name, marks in files.items():
+            base = _read_manifest(where)
+            base._check_files(where)
+            if base.crc32 != found.header["base"].get("crc32"):
+                raise DataError(f"{where} is another checkpoint than the one that was there")
+        except DataError as error:
+            raise DataError(
+                f"{folder} has the rows alone that changed since {where.name}: {error}"
+            ) from error
+        return replace(found, base=(where, base))
+
+    def _check_files(self, folder: Path) -> None:
+        for name, marks in self.files.items():
             _check_file(folder, name, marks[-1][0] if marks else 0)
-        return cls(body["header"], files)
 
     def verify(self, folder: Path) -> None:
         """Raise DataError naming a file of `folder` that is not as it was written."""
@@ -146,9 +166,37 @@ class Manifest:
         return before[1], marks[at][1]
 
 
-def _sum_of(body: Mapping[str, Any]) -> str:
-    """The checksum of a manifest, whatever its spaces and the order of its keys."""
-    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+def _read_manifest(folder: Path) -> Manifest:
+    """A manifest alone. Raises DataError where there is none, or it is damaged."""
+    path = folder / MANIFEST
+    try:
+        found = json.loads(path.read_bytes())
+        body = found["checkpoint"]
+        files = {name: [(end, crc) for end, crc in of] for name, of in body["files"].items()}
+        manifest = Manifest(dict(body["header"]), files)
+        if found["crc32"] != manifest.crc32:
+            raise ValueError("its checksum is another one")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {path}: {WAY_OUT}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}): {WAY_OUT}") from error
+    return manifest
+
+
+def rests_on(folder: Path) -> Path | None:
+    """The folder of the whole checkpoint beside the one in `folder` on which that rests, whether
+    there or not; None where it is whole itself. Raises DataError for a damaged manifest."""
+    is_of_now = (folder / MANIFEST).is_file()
+    return _base_folder(folder, _read_manifest(folder).header) if is_of_now else None
+
+
+def _base_folder(folder: Path, header: Mapping[str, Any]) -> Path | None:
+    if (told := header.get("base")) is None:
+        return None
+    name = told.get("folder") if isinstance(told, dict) else told
+    if not isinstance(name, str) or name != Path(name).name or "\0" in name or name in ("", ".."):
+        raise DataError(f"the checkpoint {folder} rests on {name!r}, which is not beside it")
+    return (folder.resolve() if folder.is_symlink() else folder).parent / name
 
 
 def _damaged(folder: Path, names: str, count: int) -> DataError:
@@ -363,14 +411,25 @@ _Wanted = tuple[planner.ReadItem, Tensor]
 
 
 class BlockReader(FileSystemReader):
-    """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read."""
+    """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read.
+
+    Where a checkpoint rests on another one, blocks of its tables are those of that one, with the
+    rows that changed since: `changed`, none in a whole one; `older`: the names of these tables'
+    values. `values`: the list of all values, as of a whole checkpoint.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Raises DataError for a list of values that is damaged."""
         super().__init__(folder)
         self._manifest = manifest
         ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
-        self.values = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
+        own = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
+        self.values, self._places = own, own.storage_data
+        self.changed, self.older = Changes(self, own), set[str]()
+        self._base: BlockReader | None = None
+        if manifest.base is not None:
+            self._base = BlockReader(*manifest.base)
+            self.values, self.older = _merged(own, self._base.values)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The list of values, which was read at the start."""
@@ -379,38 +438,57 @@ class BlockReader(FileSystemReader):
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
         """Read the blocks that the plan's items are in, each of them once."""
 
-        def place(part: _Wanted) -> tuple[str, int, int]:
-            info = self.values.storage_data[part[0].storage_index]
-            return info.relative_path, info.offset, info.length
+        def place(part: _Wanted) -> tuple[str, tuple[int, ...]]:
+            index = part[0].storage_index
+            return index.fqn, tuple(index.offset or ())
 
-        def read(found: tuple[tuple[str, int, int], list[_Wanted]]) -> Tensor:
-            return self.load_block(*found[0], into=found[1][0][1])
+        def read(parts: Sequence[_Wanted]) -> Tensor:
+            item, target = parts[0]
+            return self._load(item.storage_index, target)
 
         wanted = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-        blocks = [(at, list(of)) for at, of in groupby(sorted(wanted, key=place), place)]
+        # In the order of a value's rows, so that those that changed are read once.
+        blocks = [list(of) for _, of in groupby(sorted(wanted, key=place), place)]
         with ThreadPoolExecutor(_READERS) as pool:
             for first in range(0, len(blocks), _READERS):  # as many are in memory
                 some = blocks[first : first + _READERS]
-                for (where, parts), stored in zip(some, pool.map(read, some), strict=True):
-                    self._place(where[0], stored, parts, planner)
+                for parts, stored in zip(some, pool.map(read, some), strict=True):
+                    self._change(parts[0][0].storage_index, stored)
+                    self._place(stored, parts, planner)
         return _done(None)
 
     def _place(
-        self, name: str, stored: Tensor, parts: Sequence[_Wanted], planner: planner.LoadPlanner
+        self, stored: Tensor, parts: Sequence[_Wanted], planner: planner.LoadPlanner
     ) -> None:
-        """Copy parts of a block of file `name` to where they go, unless they are there already."""
+        """Copy parts of a block to where they go, unless they are there already."""
         for item, target in parts:
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             part = stored[tuple(slice(start, start + count) for start, count in spans)]
             if part.shape != target.shape:
+                name = self.values.storage_data[item.storage_index].relative_path
                 raise _damaged(self.path, name, len(self._manifest.files))
             if part.data_ptr() != target.data_ptr():
                 target.copy_(part)
             planner.commit_tensor(item, target)
 
-    def load_block(self, name: str, start: int, length: int, into: Tensor | None = None) -> Tensor:
-        """The tensor that is the block of a file from byte `start` on: `into` itself where that is
-        one of the same shape in the same order. Raises DataError."""
+    def load_block(self, index: metadata.MetadataIndex) -> Tensor:
+        """The tensor that is a block of a value, as of now. Raises DataError."""
+        found = self._load(index)
+        self._change(index, found)
+        return found
+
+    def _change(self, index: metadata.MetadataIndex, block: Tensor) -> None:
+        """Bring a block of an older checkpoint to what it is now."""
+        if index.fqn in self.older:
+            self.changed.put(index.fqn, (index.offset or (0,))[0], block)
+
+    def _load(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
+        """A block as it was last written whole: `into` itself where that is a tensor of its shape,
+        in the same order."""
+        if self._base is not None and index.fqn in self.older:
+            return self._base._load(index, into)
+        info = self._places[index]
+        name, start, length = info.relative_path, info.offset, info.length
         blank, at = self._blank(name, start, length)
         if blank is not None:
             alike = into is not None and (into.shape, into.dtype) == (blank.shape, blank.dtype)
@@ -443,17 +521,76 @@ class BlockReader(FileSystemReader):
     def whole(self, name: str) -> Tensor:
         """A small value, of one dimension where it has several blocks. Raises ConfigError where
         there is none."""
-        stored = self.values.storage_data
-        own = [index for index in stored if index.fqn == name]
+        own = [index for index in self._places if index.fqn == name]
         found = sorted(own, key=lambda index: index.offset or (0,))
         if not found:
             raise ConfigError(
                 f"the checkpoint {self.path} has no {name}, which this run needs: resume with "
                 "the settings it was made with"
             )
-        places = (stored[index] for index in found)
-        blocks = [self.load_block(at.relative_path, at.offset, at.length) for at in places]
+        blocks = [self.load_block(index) for index in found]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+class Changes:
+    """The rows of tables that changed since the checkpoint on which another one rests, of which
+    `own` is the list of values. What the last rows came from stays in memory.
+
+    `rows`: how many there are, by the name of a value.
+    """
+
+    def __init__(self, reader: BlockReader, own: metadata.Metadata) -> None:
+        self._reader, self._values = reader, own.state_dict_metadata
+        self.rows = {
+            name.removeprefix(CHANGED): value.size[0]
+            for name, value in self._values.items()
+            if name.startswith(CHANGED) and isinstance(value, metadata.TensorStorageMetadata)
+        }
+        self._ids = "", np.empty(0, np.int64), np.empty(0, np.int64)
+        self._held: dict[tuple[str, int], Tensor] = {}
+
+    def ids(self, table: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a table's rows that changed, int64, ascending, and where in its values each
+        of these rows lies. None for a table that has not changed, or is whole."""
+        if self._ids[0] != table:
+            name, ids = f"{CHANGED}{TABLES}{table}.ids", np.empty(0, np.int64)
+            if name in self._values:
+                ids = self._reader.whole(name).numpy()
+            order = ids.argsort(kind="stable")
+            self._ids = table, ids[order], order
+        return self._ids[1:]
+
+    def put(self, name: str, first: int, block: Tensor) -> None:
+        """Let `block`, rows of a value of the other checkpoint from `first` on, have those that
+        changed. Raises DataError where they are not there."""
+        ids, places = self.ids(name.removeprefix(TABLES).rpartition(".")[0])
+        own = slice(*np.searchsorted(ids, (first, first + len(block))))
+        ids, places, held = torch.from_numpy(ids[own] - first), places[own], {}
+        value = self._values.get(CHANGED + name)
+        chunks = value.chunks if isinstance(value, metadata.TensorStorageMetadata) else []
+        starts = np.sort([chunk.offsets[0] for chunk in chunks])
+        which = np.searchsorted(starts, places, side="right") - 1
+        for number in np.unique(which).tolist():
+            start, mine = int(starts[number]), which == number
+            rows = self._held.get((name, start))
+            if rows is None:
+                at = torch.Size([start, *[0] * (block.dim() - 1)])
+                rows = self._reader.load_block(metadata.MetadataIndex(CHANGED + name, at))
+            held[name, start] = rows
+            block[ids[torch.from_numpy(mine)]] = rows[torch.from_numpy(places[mine] - start)]
+        self._held = held
+
+
+def _merged(own: metadata.Metadata, base: metadata.Metadata) -> tuple[metadata.Metadata, set[str]]:
+    """The values of a checkpoint with the tables of another one that it has not itself, and the
+    names of these."""
+    found, older = own.state_dict_metadata, base.state_dict_metadata
+    values = {name: value for name, value in found.items() if not name.startswith(CHANGED)}
+    tables = {name for name in older if name.startswith(TABLES)} - values.keys()
+    places = {index: at for index, at in base.storage_data.items() if index.fqn in tables}
+    values |= {name: older[name] for name in tables}
+    every = own.storage_data | places
+    return replace(own, state_dict_metadata=values, storage_data=every), tables
 
 
 def as_bytes(value: Any) -> Tensor:

@@ -20,7 +20,7 @@ from distcache.errors import DataError, DistcacheError, PeerError
 from distcache.parallel.base import Parallel
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import CHECKPOINTS, Start, TrainerState
-from distcache.trainer.manifest import Manifest
+from distcache.trainer.manifest import Manifest, rests_on
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,13 @@ HIGHER_IS_BETTER = {"eval_auc": True, "eval_logloss": False, "eval_ne": False}
 @dataclass(frozen=True)
 class Keeping:
     """`every`: steps or seconds from one to the next, as of `checks.cadence`; `newest`: how many
-    are kept, and beside them the best by the metric `best` (None: by none)."""
+    are kept, and beside them the best by the metric `best` (None: by none); `whole_every`: one of
+    so many is whole, and the others have the rows alone that changed since that."""
 
     every: tuple[int | None, float | None] = (None, None)
     newest: int = 1
     best: str | None = None
+    whole_every: int = 1
 
 
 _NICE = 10
@@ -44,11 +46,17 @@ is left to it. It must get on, for it may hold Python's lock, which training wai
 
 
 class _Job(threading.Thread):
-    """Writes one checkpoint. `error`: why it did not."""
+    """Writes one checkpoint. `error`: why it did not; `written`: to be called where it did."""
 
-    def __init__(self, state: TrainerState, work: Callable[[], None], snapshot: Snapshot) -> None:
+    def __init__(
+        self,
+        state: TrainerState,
+        work: Callable[[], None],
+        written: Callable[[], None],
+        snapshot: Snapshot,
+    ) -> None:
         super().__init__(name="distcache-checkpoint", daemon=True)
-        self.state, self.snapshot, self._work = state, snapshot, work
+        self.state, self.snapshot, self._work, self.written = state, snapshot, work, written
         self.error: Exception | None = None
 
     def run(self) -> None:
@@ -85,6 +93,10 @@ class Saver:
         self._mode, self._world, self._header = mode, world, dict(header)
         self._own_state, self._keeping = own_state, keeping
         self._job: _Job | None = None
+        self._base: tuple[Path, int] | None = None
+        """The newest whole checkpoint of this process, and the mark that was taken with it."""
+        self._resting = 0
+        """How many of this process rest on it."""
         self._began, self._due, self._told = time.monotonic(), False, False
         self._best: float | None = on_first(world, lambda: best_of(self.folder, keeping.best)[0])
 
@@ -160,19 +172,43 @@ class Saver:
         checkpoint.make_room(world, folder)
         # The old rows lie in the checkpoint's folder: what a killed run leaves goes with that.
         snapshot = mode.snapshot(folder) if periodic else None
-        values = checkpoint.captured(mode, own, snapshot is not None)
-        header = self._header | state.header() | {"metrics": dict(metrics)}
+        base, since = self._rests_on(folder)
+        values = checkpoint.captured(mode, own, snapshot is not None, since)
+        header = self._header | state.header() | {"metrics": dict(metrics)} | base
+        mark: int | None = None
+        if since is None and self._keeping.whole_every > 1:
+            self._base, mark = None, mode.mark()
 
         def work() -> None:
             checkpoint.save(folder, values, header, world, snapshot)
             on_first(world, lambda: prune(self.folder, self._keeping))
 
+        def written() -> None:
+            self.last, self._resting = state, 0 if since is None else self._resting + 1
+            if mark is not None:
+                self._base = folder, mark
+
         if snapshot is None:
             work()
-            self.last = state
+            written()
         else:
-            self._job = _Job(state, work, snapshot)
+            self._job = _Job(state, work, written, snapshot)
             self._job.start()
+
+    def _rests_on(self, folder: Path) -> tuple[dict[str, Any], int | None]:
+        """What the manifest of a new checkpoint says of the whole one on which it rests, and the
+        mark of that; nothing where it is to be whole itself. By all ranks."""
+        if self._base is None or self._resting + 1 >= self._keeping.whole_every:
+            return {}, None
+        where, mark = self._base
+
+        def told() -> dict[str, Any]:
+            with suppress(DataError):  # somebody removed it
+                return {"base": {"folder": where.name, "crc32": Manifest.read(where).crc32}}
+            return {}
+
+        base = {} if where == folder else on_first(self._world, told)
+        return base, mark if base else None
 
     def settle(self) -> None:
         """Let go of what has been written meanwhile."""
@@ -187,7 +223,7 @@ class Saver:
         job.join(limit_s)
         job.snapshot.close()
         if job.error is None and not job.is_alive():
-            self.last = job.state
+            job.written()
         else:
             self._say(job.state, job.error or TimeoutError("the other ranks do not end"))
 
@@ -217,10 +253,13 @@ def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:
 
 
 def prune(folder: Path, keeping: Keeping) -> None:
-    """Remove the checkpoints of `folder` but those that are kept, and what was not finished."""
-    whole = checkpoint.finished(folder)
-    kept = {*whole[: keeping.newest], best_of(folder, keeping.best)[1]}
-    for own in folder.glob("step_*"):
+    """Remove the checkpoints of `folder` but those that are kept and those that these rest on, and
+    what was not finished."""
+    kept = {*checkpoint.finished(folder)[: keeping.newest], best_of(folder, keeping.best)[1]}
+    for own in kept - {None}:
+        with suppress(DataError):  # nobody will read that one again
+            kept.add(rests_on(own))
+    for own in sorted(folder.glob("step_*"), reverse=True):  # none before what rests on it
         if own not in kept:
             with suppress(OSError):  # it stays, then
                 checkpoint.remove(own)

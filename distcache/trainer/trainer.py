@@ -425,7 +425,7 @@ class Run:
             "config": plain(asdict(self.config)),
             "versions": versions_here(),
         }
-        keeping = Keeping(every, want.keep_checkpoints, best)
+        keeping = Keeping(every, want.keep_checkpoints, best, want.checkpoint_whole_every)
         return Saver((self.run_dir, begun), self.mode, files, header, self.own_state, keeping)
 
     def resume(self, files: World) -> Start:

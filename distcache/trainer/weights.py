@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
@@ -18,7 +20,7 @@ from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
 from distcache.store.table_files import Stored, find_weights, read_safetensors
 from distcache.trainer.checkpoint import finished
-from distcache.trainer.manifest import BlockReader, Manifest
+from distcache.trainer.manifest import TABLES, BlockReader, Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +54,9 @@ class _Blocks:
         return out
 
     def _load(self, chunk: metadata.ChunkStorageMetadata) -> Tensor:
-        place = metadata.MetadataIndex(self._name, chunk.offsets)
-        info = self._reader.values.storage_data[place]
-        block = self._reader.load_block(info.relative_path, info.offset, info.length)
+        block = self._reader.load_block(metadata.MetadataIndex(self._name, chunk.offsets))
         if block.shape != chunk.sizes:
-            raise DataError(f"{info.relative_path} has a block of {self._name} of another shape")
+            raise DataError(f"{self._reader.path} has a block of {self._name} of another shape")
         return block
 
 
@@ -69,6 +69,36 @@ def checkpoint_values(folder: Path) -> dict[str, Stored]:
         for name, value in reader.values.state_dict_metadata.items()
         if isinstance(value, metadata.TensorStorageMetadata) and len(value.size)
     }
+
+
+def weights_since(folder: Path, since: Path) -> dict[str, tuple[Stored, np.ndarray]]:
+    """Where the checkpoint in `folder` rests on the one in `since`: by table, but for those that it
+    has whole, the ids, int64, ascending, of rows that changed, and weights, those of these rows
+    (others: 0), for which nothing is read in `since`. None where it does not.
+
+    Raises DataError where one of both is damaged.
+    """
+    found, manifest = dict[str, tuple[Stored, np.ndarray]](), Manifest.read(folder)
+    base = None if manifest.base is None else manifest.base[1].crc32
+    if base is None or Manifest.read(since).crc32 != base:
+        return found
+    reader = BlockReader(folder, manifest)
+    for name, value in reader.values.state_dict_metadata.items():
+        is_tensor = isinstance(value, metadata.TensorStorageMetadata)
+        if is_tensor and name in reader.older and name.endswith(".weight"):
+            table = name.removeprefix(TABLES).removesuffix(".weight")
+            rows = partial(_changed_rows, reader, name, value)
+            stored = Stored(tuple(value.size), value.properties.dtype, rows)
+            found[table] = stored, reader.changed.ids(table)[0]
+    return found
+
+
+def _changed_rows(
+    reader: BlockReader, name: str, value: metadata.TensorStorageMetadata, start: int, stop: int
+) -> Tensor:
+    rows = torch.zeros(stop - start, *value.size[1:], dtype=value.properties.dtype)
+    reader.changed.put(name, start, rows)
+    return rows
 
 
 def init_from(

@@ -13,6 +13,7 @@ from launching import train
 from distcache.cli.compose import Line, to_config
 from distcache.errors import ConfigError
 from distcache.evaluate import EvaluateConfig, check_outputs, config_of
+from distcache.trainer.manifest import Manifest
 from distcache.trainer.record import auc, log_loss
 
 SMALL = (
@@ -20,12 +21,13 @@ SMALL = (
     *("model.dense_arch=[4]", "model.over_arch=[1]", "cache.rows=200", "optim=adam"),
     *("trainer.device=cpu", "trainer.dtype=float64", "trainer.steps=6", "trainer.eval_steps=4"),
     *("parallel=data", "trainer.timeout_s=60", "run.dir=run"),
+    *("trainer.checkpoint_every=3", "trainer.checkpoint_whole_every=2"),
 )
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with a run of two ranks in `run`."""
+    """A folder with a run of two ranks in `run`, whose last checkpoint rests on the one before."""
     folder = tmp_path_factory.mktemp("evaluate")
     done = train(SMALL, folder, 2, ("-m", "distcache.train"))
     assert done.returncode == 0, done.stderr
@@ -61,7 +63,8 @@ def test_metrics_and_predictions_are_those_of_training_at_any_number_of_ranks(ho
 
 
 def test_a_checkpoint_and_other_batches(home):
-    (folder,) = [path for path in (home / "run").rglob("*") if (path / ".metadata").exists()]
+    folder = max(path.parent for path in (home / "run").rglob(".metadata"))
+    assert "base" in Manifest.read(folder).header
     _, rows = evaluated(home, 1, f"resume={folder}", "trainer.eval_steps=2")
     assert len(rows["label"]) == 64
 

@@ -366,7 +366,7 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     world = open_nodes(rank, (1, 1))
     folder, messages = Path(home, f"node{rank}"), []
     folder.mkdir()
-    mode = SimpleNamespace(state_dict=lambda: {"rows": torch.ones(3)})
+    mode = SimpleNamespace(state_dict=lambda _: {"rows": torch.ones(3)})
     for action in (
         lambda: checkpoints.save(folder / "model", mode, identity(2), TrainerState(1), world),
         lambda: checkpoint.check_run_folder(world, folder, "run.save=true"),

@@ -26,6 +26,11 @@ BEGIN, STEPS, ROWS = 5, 40, 7
 """The step before which the snapshot begins; steps; rows of a block."""
 
 
+def rows_of(value: Tensor, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, Tensor]:
+    """Ids and rows of a part of a table."""
+    return np.arange(len(value))[start:stop], value[start:stop]
+
+
 class Beside(threading.Thread):
     """Reads all tables block by block, in order, while somebody trains."""
 
@@ -38,7 +43,7 @@ class Beside(threading.Thread):
         for name, value in self._views.items():
             parts = []
             for start in range(0, len(value), ROWS):
-                parts.append(self._snapshot.block(name, start, value[start : start + ROWS]))
+                parts.append(self._snapshot.block(name, *rows_of(value, start, start + ROWS)))
                 time.sleep(1e-3)
             self.found[name] = torch.cat(parts)
 
@@ -71,7 +76,7 @@ def train_and_read(
     train(BEGIN, STEPS)
     written = mode.summary()["rows_written_back"] - begun
     beside.join()
-    late = {name: snapshot.block(name, 0, value) for name, value in views.items()}
+    late = {name: snapshot.block(name, *rows_of(value)) for name, value in views.items()}
     reads = [torch.equal(of[name], before[name]) for of in (beside.found, late) for name in views]
     changed, error = sum(int((views[name] != before[name]).sum()) for name in views), snapshot.error
     dist.barrier(group=world.host_group)
@@ -139,7 +144,7 @@ def test_a_row_is_kept_once_and_a_record_that_is_cut_speaks_of_rows_that_stand(
     def read() -> list[Tensor]:
         parts = zip(store.layout.tables, pairwise(edges), strict=True)
         return [
-            snapshot.block(f"tables.{table.name}.weight", 0, store.weight[slice(*at)])
+            snapshot.block(f"tables.{table.name}.weight", *rows_of(store.weight[slice(*at)]))
             for table, at in parts
         ]
 

@@ -4,9 +4,10 @@ order, the same bits at the same number of ranks, the same numbers at another an
 from __future__ import annotations
 
 import tempfile
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import checkpoints
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import KINDS, TABLES, fitting_slots, placement_of
 from ranks import run_ranks
-from scenarios import OPTIMIZERS, Scenario
+from scenarios import OPTIMIZERS, Scenario, Source
 from toy_parallel import toy_config
 
 from distcache.comm.world import World, close_world, open_world
@@ -35,7 +36,8 @@ EXAMPLES = 120 if settings.default.max_examples > 25 else 4
 @dataclass(frozen=True)
 class Leg:
     """A part of a run, up to step `last`: on `ranks` in `mode`, with what a cache may be; `beside`:
-    its checkpoint is written while a step more is trained, which the next part does again."""
+    its checkpoint is written while a step more is trained, which the next part does again;
+    `whole_every`: where more than 1, others are written before it, if `last` is no prime."""
 
     ranks: int
     last: int = STEPS
@@ -46,19 +48,7 @@ class Leg:
     ahead: tuple[int, int] = (2, 1)
     schedule: str = "overlapped"
     sharding: str = "row_wise"
-
-
-class Source:
-    """The batches of a scenario, without end."""
-
-    steps_per_epoch: int | None = None
-    eval_batches: int | None = 0
-    dense_features = 5
-    identity: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, case: Scenario) -> None:
-        self.train_batch, self.features = case.batch, case.features
-        self.table_rows = tuple(table.rows for table in case.readers.values())
+    whole_every: int = 1
 
 
 def made(case: Scenario, leg: Leg, world: World) -> Parallel:
@@ -84,12 +74,19 @@ def trained(
 
     def watched(step: Step, asks: int = 0) -> StepResult:
         seen.append((step.batch, train_step(step, asks)))
+        for thread in threading.enumerate() if step.batch.index < leg.last - 1 else ():
+            if thread.name == "distcache-checkpoint":
+                thread.join(30)
         return seen[-1][1]
 
     mode.train_step = watched
     keys = {"optim__name": case.optimizer.name, "trainer__dtype": str(case.dtype)[6:]}
     keys |= {"trainer__steps": leg.last + leg.beside, "parallel__mode": leg.mode}
-    keys |= {"trainer__checkpoint_every": leg.last, "trainer__keep_checkpoints": 2}
+    every = leg.last
+    if leg.whole_every > 1:
+        every = next((n for n in range(2, leg.last) if leg.last % n == 0), leg.last)
+    keys |= {"trainer__checkpoint_every": every, "trainer__keep_checkpoints": 2}
+    keys |= {"trainer__checkpoint_whole_every": leg.whole_every}
     keys |= {"trainer__resume": str(before or "never")}
     result = Run(toy_config(**keys), world, folder, Source(case), case.tables, mode).go(
         lambda step: (case.lr, case.lr)
@@ -148,6 +145,7 @@ def ways(draw: st.DrawFn) -> tuple[str, list[Leg]]:
         room=st.integers(0, 20),
         ahead=st.tuples(st.integers(0, 6), st.integers(0, 3)),
         schedule=st.sampled_from(["overlapped", "serial"]),
+        whole_every=st.sampled_from([1, 3, 9]),
     )
     legs = [replace(draw(one), last=stop, beside=draw(st.booleans())) for stop in stops]
     return draw(st.sampled_from(list(OPTIMIZERS))), [*legs, draw(one)]
@@ -169,8 +167,12 @@ def test_a_run_that_stopped_has_the_numbers_of_one_that_did_not(way: tuple) -> N
 
 
 WAYS = [
-    [Leg(2, 5), Leg(2, mode="hybrid")],
-    [Leg(2, 4, "hybrid"), Leg(2, 8, kind="sharded"), Leg(2, mode="hybrid", sharding="table_wise")],
+    [Leg(2, 6, whole_every=9), Leg(2, mode="hybrid")],
+    [
+        Leg(2, 4, "hybrid"),
+        Leg(2, 8, kind="sharded", whole_every=3),
+        Leg(2, mode="hybrid", sharding="table_wise"),
+    ],
     [Leg(1, 6, "hybrid", sharding="table_wise"), Leg(3, 9, "resident"), Leg(2, mode="hybrid")],
     [Leg(3, 6, "hybrid"), Leg(2, mode="hybrid", sharding="table_wise")],
 ]
