@@ -102,6 +102,10 @@ BLOCK_BYTES = 16 << 20
 keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
 checksum."""
 
+_REST = 3.0
+"""Beside training a block that took t seconds of a core is followed by so many times t of rest: it
+shares caches and memory with training, also where a core is free for it."""
+
 TABLES = "tables."
 """What begins the names of tables' values."""
 
@@ -116,9 +120,9 @@ class BlockSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
-        """`snapshot`: where tables are read, that go on changing."""
+        """`snapshot`: where tables are read, that go on changing; made by the thread that writes."""
         super().__init__()
-        self._snapshot = snapshot
+        self._snapshot, self._used = snapshot, time.thread_time()
 
     def create_local_plan(self) -> planner.SavePlan:
         """The default plan with every big plain tensor split into blocks."""
@@ -138,6 +142,8 @@ class BlockSavePlanner(DefaultSavePlanner):
             start = data.chunk.offsets[0]
             value = value.detach().narrow(0, start, data.chunk.sizes[0])
         if self._snapshot is not None and name.startswith(TABLES):
+            self._snapshot.hurry.wait(_REST * (time.thread_time() - self._used))
+            self._used = time.thread_time()
             return self._snapshot.block(name, start, value)
         return value
 
