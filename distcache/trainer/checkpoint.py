@@ -120,7 +120,7 @@ class BlockSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
-        """`snapshot`: where tables are read, that go on changing; made by the thread that writes."""
+        """By the thread that writes; `snapshot`: where tables are read, that go on changing."""
         super().__init__()
         self._snapshot, self._used = snapshot, time.thread_time()
 
