@@ -68,7 +68,10 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
         identity = identity_of(config, world, source, tables)
         header = {"run": asdict(identity)}
         try:
-            with scratch(world, options.folder) as home, file_world(world, identity) as files:
+            with (
+                scratch(world, options.folder) as home,
+                file_world(world, identity.numbers) as files,
+            ):
                 records = rates(Files(mode, files, home, header, identity), options.repetitions)
                 if world.size == 1:
                     records += beside((mode, files, home, header), source, options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,16 @@ from distcache.comm.world import World, close_world, current_world, has_group, r
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
 from distcache.embedding.collection import CachedCollection, RowOptimizer
+from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError
-from distcache.trainer.checkpoint import TABLES, fill, finished, make_room
+from distcache.trainer.checkpoint import (
+    TABLES,
+    file_world,
+    fill,
+    finished,
+    make_room,
+    remove,
+)
 from distcache.trainer.checkpoint import save as write_checkpoint
 from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes, in_memory
 
@@ -45,6 +54,9 @@ _LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+")
 """Files of a save that did not end; with `.metadata` they may be torch's own checkpoint."""
 
 _ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
+
+_TIMEOUT_S = 300.0
+"""How long ranks without a collection, whose `timeout_s` it would be, wait for each other."""
 
 _SHOWN = 3
 """Differences that an error names."""
@@ -80,7 +92,12 @@ def save(
         agree_on(world, {"path": str(folder), "step": step} | like)
         on_first(world, lambda: _require_free(folder))
         make_room(world, folder)
-        values = loop.tables(folder.parent)
+        try:
+            values = loop.tables(folder.parent)
+        except BaseException:
+            if world.is_first:
+                remove(folder)
+            raise
         sums = {name: hashlib.sha256(value.numpy()).digest() for name, value in own.items()}
         by_rank = together(world, lambda: sums)
         for name, value in own.items():
@@ -102,14 +119,14 @@ def load(
     Called by all ranks, with a model and optimizers as they were saved, before the loop. Tensors
     in `extra` come back on the CPU. At another number of ranks tables, dense part and optimizers
     are loaded; random states stay as they are, and of `extra` comes what was the same on all ranks:
-    a warning says so. `missing_ok`: without a checkpoint there (0, {}).
+    a warning says so. `missing_ok`: without a checkpoint there, of any name, (0, {}).
 
     Raises ConfigError where there is none or it is one of something else, naming both, and
     DataError where it is damaged as far as its lists tell, before anything has changed; DataError
     for a damaged block of a table, after which the tables are nobody's until another load.
     """
     loop = _Loop(model, optimizers)
-    with loop.joined("distcache.load") as world:
+    with loop.joined("distcache.load", math.inf) as world:
         agree_on(world, {"path": str(path)} | loop.described())
         folder = on_first(world, lambda: _find(Path(path), missing_ok))
         if folder is None:
@@ -157,17 +174,22 @@ class _Loop:
             raise ConfigError("optimizers has that of a collection which is not in the model")
 
     @contextmanager
-    def joined(self, asked: str) -> Iterator[World]:
-        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone."""
-        for collection in self._collections.values():
-            collection.tables.meet(asked, _ON_ALL)
-            yield collection.tables.world
+    def joined(self, asked: str, limit_s: float | None = None) -> Iterator[World]:
+        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone for `limit_s`
+        seconds, a collection's `timeout_s` at most."""
+        all_tables = [collection.tables for collection in self._collections.values()]
+        if all_tables:
+            all_tables[0].meet(asked, _ON_ALL, limit_s)
+            numbers = sum(table.rows * table.dim for own in all_tables for table in own.tables)
+            with library_words(), file_world(all_tables[0].world, numbers) as files:
+                yield files
             return
         require_group(asked)
         if has_group():
             store = dist.PrefixStore("distcache/loop", dist.distributed_c10d._get_default_store())
             place = dist.get_rank(), dist.get_world_size()
-            meet(store, *place, embedding_step.ALONE_S, asked, _ON_ALL)
+            limit_s = embedding_step.ALONE_S if limit_s is None else min(limit_s, _TIMEOUT_S)
+            meet(store, *place, limit_s, asked, _ON_ALL)
         world = current_world(torch.device("cpu"))
         try:
             yield world
@@ -291,6 +313,12 @@ def _packed(what: str, value: Any) -> Tensor:
 
 def _random_state() -> dict[str, Any]:
     """Of this rank's generators; the CUDA one's where this process uses CUDA."""
+    found = np.random.get_state(legacy=False)["bit_generator"]
+    if found != "MT19937":
+        raise ConfigError(
+            f"np.random's bit generator is {found}, and a checkpoint has the state of MT19937 "
+            "alone: call np.random.set_bit_generator(np.random.MT19937(seed))"
+        )
     kind, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy, own = [kind, np.asarray(keys).tolist(), *rest], random.getstate()
@@ -323,10 +351,12 @@ def _require_free(folder: Path) -> None:
 
 def _find(path: Path, missing_ok: bool) -> Path | None:
     folders = finished(path)
-    if not folders and not missing_ok:
+    others = sorted(own.parent.name for own in path.glob(f"*/{MANIFEST}"))
+    if not folders and (others or not missing_ok):
+        names = f" as step_<number>, but {', '.join(others[:8])}" if others else ""
         raise ConfigError(
-            f"{path} holds no complete checkpoint: give what distcache.save was given, or the "
-            "folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
+            f"{path} holds no complete checkpoint{names}: give what distcache.save was given, or "
+            "the folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
         )
     return folders[0] if folders else None
 

@@ -293,6 +293,11 @@ class RunIdentity:
     tables: tuple[tuple[str, int, int], ...]
     data: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def numbers(self) -> int:
+        """Of all tables."""
+        return sum(rows * dim for _, rows, dim in self.tables)
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -331,16 +336,22 @@ class Start:
 
 
 @contextmanager
-def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
+def file_world(world: World, numbers: int) -> Iterator[World]:
     """`world` with a CPU group of its own for reading and writing files, also from another thread
-    than the main one, whose patience grows with the tables.
+    than the main one, whose patience grows with the tables, of so many `numbers`; by all ranks.
 
     The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
     tables; a rank that dies is noticed at once all the same.
     """
-    largest = 3 * 8 * sum(rows * dim for _, rows, dim in identity.tables)  # Adam in float64
+    if world.host_group is None:  # of a process alone
+        yield world
+        return
+    largest = 3 * 8 * numbers  # Adam in float64
     patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
-    group: Any = dist.new_group(backend="gloo", timeout=patience)
+    ranks = dist.get_process_group_ranks(world.host_group)
+    some = len(ranks) < dist.get_world_size()  # the others do not call this
+    how: Any = {"timeout": patience, "use_local_synchronization": some}
+    group: Any = dist.new_group(ranks, backend="gloo", **how)
     files = replace(world, host_group=group)
     together(files, lambda: None)  # a rank that leaves early would end those that still join
     try:
@@ -397,7 +408,7 @@ def make_room(world: World, folder: Path) -> None:
         on_first(world, lambda: remove(folder))
         raise DistcacheError(
             f"not saved: {folder} is not the same folder on the node(s) of ranks {blind} as on "
-            "rank 0's; set run.dir to one that all nodes share"
+            "rank 0's; give one that all nodes share"
         )
 
 

@@ -261,7 +261,7 @@ class BlockWriter(FileSystemWriter):
         if needed > free:
             raise DistcacheError(
                 f"{self.path} has {describe_bytes(free)} free and the checkpoint takes "
-                f"{describe_bytes(needed)}: make room there, or lower trainer.keep_checkpoints"
+                f"{describe_bytes(needed)}: make room there, or keep fewer checkpoints"
             )
         return super().prepare_global_plan(plans)
 
