@@ -39,6 +39,7 @@ from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError
 from distcache.trainer.checkpoint import (
     TABLES,
+    differences,
     file_world,
     fill,
     finished,
@@ -102,7 +103,7 @@ def save(
         by_rank = together(world, lambda: sums)
         for name, value in own.items():
             alike = all(found.get(name) == sums[name] for found in by_rank)
-            values[name if alike else _of_rank(world.rank, name)] = value
+            values[name if alike else f"own.{world.rank}.{name}"] = value
         told = {"like": like, "ranks": world.size}
         write_checkpoint(folder, values, {"step": int(step), "loop": told}, world)
 
@@ -220,7 +221,8 @@ class _Loop:
             own = collection.tables
             how = f"{own.settings.dtype}, {replace(own.engine.update, lr=0.0)}"
             for table in own.tables:
-                found[f"table {_under(path)}{table.name}"] = f"{table.rows} x {table.dim}, {how}"
+                name = ".".join(filter(None, (path, table.name)))
+                found[f"table {name}"] = f"{table.rows} x {table.dim}, {how}"
         for name, value in self._dense().items():
             plain = isinstance(value, Tensor)
             found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"
@@ -254,8 +256,7 @@ class _Loop:
         """Whole tables and their optimizer state, after a flush; by all ranks."""
         found: dict[str, Tensor] = {}
         for path, collection in self._collections.items():
-            for name, value in collection.tables.saved(scratch).items():
-                found[f"{TABLES}{_under(path)}{name.removeprefix(TABLES)}"] = value
+            found |= _within(path, collection.tables.saved(scratch))
         return found
 
     def fill(self, reader: BlockReader, world: World, scratch: Path) -> None:
@@ -263,9 +264,7 @@ class _Loop:
         values: dict[str, Tensor] = {}
         with ExitStack() as stack:
             for path, collection in self._collections.items():
-                state = stack.enter_context(collection.tables.loading(scratch))
-                for name, value in state.items():
-                    values[f"{TABLES}{_under(path)}{name.removeprefix(TABLES)}"] = value
+                values |= _within(path, stack.enter_context(collection.tables.loading(scratch)))
             stored = reader.values.state_dict_metadata
             fill(reader, values, [name for name in stored if not name.startswith(TABLES)], world)
 
@@ -283,12 +282,10 @@ class _Loop:
             _set_random_state(own["random"])
 
 
-def _under(path: str) -> str:
-    return f"{path}." if path else ""
-
-
-def _of_rank(rank: int, name: str) -> str:
-    return f"own.{rank}.{name}"
+def _within(path: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a collection's tables, by their names in the model."""
+    under = f"{TABLES}{path}." if path else TABLES
+    return {under + name.removeprefix(TABLES): value for name, value in values.items()}
 
 
 def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -369,13 +366,7 @@ def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[s
             f"{folder} is no checkpoint of distcache.save in format {FORMAT}: a run's is gone on "
             "with by `trainer.resume`, another version's by that version"
         )
-    was, none = told["like"], "not there"
-    wrong = [
-        f"{name} was {was.get(name, none)}, is {now.get(name, none)}"
-        for name in was | now
-        if was.get(name) != now.get(name)
-    ]
-    if wrong:
+    if wrong := differences(told["like"], now, "not there"):
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
             f"{folder} is a checkpoint of another loop: {'; '.join(wrong[:_SHOWN])}{more}. Make "
@@ -390,7 +381,7 @@ def _read_own(reader: BlockReader, world: World, ranks: int) -> dict[str, Any]:
     names = [name for name in reader.values.state_dict_metadata if not name.startswith(TABLES)]
     found = {name: name for name in names if not name.startswith("own.")}
     same = ranks == world.size
-    mine = _of_rank(world.rank if same else 0, "")
+    mine = f"own.{world.rank if same else 0}."
     own = {name.removeprefix(mine): name for name in names if name.startswith(mine)}
     if not same:
         left = [name.removeprefix("extra.") for name in own if name.startswith("extra.")]

@@ -598,6 +598,10 @@ def other_data(saved: Mapping[str, Any], identity: RunIdentity) -> str:
     epoch = "steps of an epoch (data.samples, data.path)"
     was = dict(map(tuple, saved["data"])) | {epoch: saved["steps_per_epoch"]}
     now = dict(identity.data) | {epoch: identity.steps_per_epoch}
-    differ = [key for key in was | now if was.get(key) != now.get(key)]
-    shown = ((key, was.get(key, "not set"), now.get(key, "not set")) for key in differ)
-    return "; ".join(f"{key} was {old}, is {new}" for key, old, new in shown)
+    return "; ".join(differences(was, now, "not set"))
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], none: str) -> list[str]:
+    """In words, where they differ; `none`: what has no value."""
+    shown = ((key, was.get(key, none), now.get(key, none)) for key in {**was, **now})
+    return [f"{key} was {old}, is {new}" for key, old, new in shown if old != new]
