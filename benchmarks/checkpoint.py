@@ -43,7 +43,7 @@ log = logging.getLogger("distcache.benchmarks.checkpoint")
 class CheckpointOptions:
     """The keys of the command line."""
 
-    rows: int = option(1_000_000, "rows of the largest of three tables, of all ranks", least=8)
+    rows: int = option(800_000, "rows of the largest of three tables, of all ranks", least=8)
     width: int = option(64, "of the tables", least=4)
     batch: int = option(2048, "samples of a step", least=1)
     repetitions: int = option(4, "turns of each", least=1)
