@@ -43,7 +43,7 @@ log = logging.getLogger("distcache.benchmarks.checkpoint")
 class CheckpointOptions:
     """The keys of the command line."""
 
-    rows: int = option(1_000_000, "rows of the largest of three tables, of all ranks", least=8)
+    rows: int = option(800_000, "rows of the largest of three tables, of all ranks", least=8)
     width: int = option(64, "of the tables", least=4)
     batch: int = option(2048, "samples of a step", least=1)
     repetitions: int = option(4, "turns of each", least=1)
@@ -68,7 +68,10 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
         identity = identity_of(config, world, source, tables)
         header = {"run": asdict(identity)}
         try:
-            with scratch(world, options.folder) as home, file_world(world, identity) as files:
+            with (
+                scratch(world, options.folder) as home,
+                file_world(world, identity.numbers) as files,
+            ):
                 records = rates(Files(mode, files, home, header, identity), options.repetitions)
                 if world.size == 1:
                     records += beside((mode, files, home, header), source, options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,17 @@ from distcache.comm.world import World, close_world, current_world, has_group, r
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
 from distcache.embedding.collection import CachedCollection, RowOptimizer
+from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError
-from distcache.trainer.checkpoint import TABLES, fill, finished, make_room
+from distcache.trainer.checkpoint import (
+    TABLES,
+    differences,
+    file_world,
+    fill,
+    finished,
+    make_room,
+    remove,
+)
 from distcache.trainer.checkpoint import save as write_checkpoint
 from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes, in_memory
 
@@ -45,6 +55,9 @@ _LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+")
 """Files of a save that did not end; with `.metadata` they may be torch's own checkpoint."""
 
 _ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
+
+_TIMEOUT_S = 300.0
+"""How long ranks without a collection, whose `timeout_s` it would be, wait for each other."""
 
 _SHOWN = 3
 """Differences that an error names."""
@@ -80,12 +93,17 @@ def save(
         agree_on(world, {"path": str(folder), "step": step} | like)
         on_first(world, lambda: _require_free(folder))
         make_room(world, folder)
-        values = loop.tables(folder.parent)
+        try:
+            values = loop.tables(folder.parent)
+        except BaseException:
+            if world.is_first:
+                remove(folder)
+            raise
         sums = {name: hashlib.sha256(value.numpy()).digest() for name, value in own.items()}
         by_rank = together(world, lambda: sums)
         for name, value in own.items():
             alike = all(found.get(name) == sums[name] for found in by_rank)
-            values[name if alike else _of_rank(world.rank, name)] = value
+            values[name if alike else f"own.{world.rank}.{name}"] = value
         told = {"like": like, "ranks": world.size}
         write_checkpoint(folder, values, {"step": int(step), "loop": told}, world)
 
@@ -102,14 +120,14 @@ def load(
     Called by all ranks, with a model and optimizers as they were saved, before the loop. Tensors
     in `extra` come back on the CPU. At another number of ranks tables, dense part and optimizers
     are loaded; random states stay as they are, and of `extra` comes what was the same on all ranks:
-    a warning says so. `missing_ok`: without a checkpoint there (0, {}).
+    a warning says so. `missing_ok`: without a checkpoint there, of any name, (0, {}).
 
     Raises ConfigError where there is none or it is one of something else, naming both, and
     DataError where it is damaged as far as its lists tell, before anything has changed; DataError
     for a damaged block of a table, after which the tables are nobody's until another load.
     """
     loop = _Loop(model, optimizers)
-    with loop.joined("distcache.load") as world:
+    with loop.joined("distcache.load", math.inf) as world:
         agree_on(world, {"path": str(path)} | loop.described())
         folder = on_first(world, lambda: _find(Path(path), missing_ok))
         if folder is None:
@@ -157,17 +175,22 @@ class _Loop:
             raise ConfigError("optimizers has that of a collection which is not in the model")
 
     @contextmanager
-    def joined(self, asked: str) -> Iterator[World]:
-        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone."""
-        for collection in self._collections.values():
-            collection.tables.meet(asked, _ON_ALL)
-            yield collection.tables.world
+    def joined(self, asked: str, limit_s: float | None = None) -> Iterator[World]:
+        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone for `limit_s`
+        seconds, a collection's `timeout_s` at most."""
+        all_tables = [collection.tables for collection in self._collections.values()]
+        if all_tables:
+            all_tables[0].meet(asked, _ON_ALL, limit_s)
+            numbers = sum(table.rows * table.dim for own in all_tables for table in own.tables)
+            with library_words(), file_world(all_tables[0].world, numbers) as files:
+                yield files
             return
         require_group(asked)
         if has_group():
             store = dist.PrefixStore("distcache/loop", dist.distributed_c10d._get_default_store())
             place = dist.get_rank(), dist.get_world_size()
-            meet(store, *place, embedding_step.ALONE_S, asked, _ON_ALL)
+            limit_s = embedding_step.ALONE_S if limit_s is None else min(limit_s, _TIMEOUT_S)
+            meet(store, *place, limit_s, asked, _ON_ALL)
         world = current_world(torch.device("cpu"))
         try:
             yield world
@@ -198,7 +221,8 @@ class _Loop:
             own = collection.tables
             how = f"{own.settings.dtype}, {replace(own.engine.update, lr=0.0)}"
             for table in own.tables:
-                found[f"table {_under(path)}{table.name}"] = f"{table.rows} x {table.dim}, {how}"
+                name = ".".join(filter(None, (path, table.name)))
+                found[f"table {name}"] = f"{table.rows} x {table.dim}, {how}"
         for name, value in self._dense().items():
             plain = isinstance(value, Tensor)
             found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"
@@ -232,8 +256,7 @@ class _Loop:
         """Whole tables and their optimizer state, after a flush; by all ranks."""
         found: dict[str, Tensor] = {}
         for path, collection in self._collections.items():
-            for name, value in collection.tables.saved(scratch).items():
-                found[f"{TABLES}{_under(path)}{name.removeprefix(TABLES)}"] = value
+            found |= _within(path, collection.tables.saved(scratch))
         return found
 
     def fill(self, reader: BlockReader, world: World, scratch: Path) -> None:
@@ -241,9 +264,7 @@ class _Loop:
         values: dict[str, Tensor] = {}
         with ExitStack() as stack:
             for path, collection in self._collections.items():
-                state = stack.enter_context(collection.tables.loading(scratch))
-                for name, value in state.items():
-                    values[f"{TABLES}{_under(path)}{name.removeprefix(TABLES)}"] = value
+                values |= _within(path, stack.enter_context(collection.tables.loading(scratch)))
             stored = reader.values.state_dict_metadata
             fill(reader, values, [name for name in stored if not name.startswith(TABLES)], world)
 
@@ -261,12 +282,10 @@ class _Loop:
             _set_random_state(own["random"])
 
 
-def _under(path: str) -> str:
-    return f"{path}." if path else ""
-
-
-def _of_rank(rank: int, name: str) -> str:
-    return f"own.{rank}.{name}"
+def _within(path: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a collection's tables, by their names in the model."""
+    under = f"{TABLES}{path}." if path else TABLES
+    return {under + name.removeprefix(TABLES): value for name, value in values.items()}
 
 
 def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -291,6 +310,12 @@ def _packed(what: str, value: Any) -> Tensor:
 
 def _random_state() -> dict[str, Any]:
     """Of this rank's generators; the CUDA one's where this process uses CUDA."""
+    found = np.random.get_state(legacy=False)["bit_generator"]
+    if found != "MT19937":
+        raise ConfigError(
+            f"np.random's bit generator is {found}, and a checkpoint has the state of MT19937 "
+            "alone: call np.random.set_bit_generator(np.random.MT19937(seed))"
+        )
     kind, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy, own = [kind, np.asarray(keys).tolist(), *rest], random.getstate()
@@ -323,10 +348,12 @@ def _require_free(folder: Path) -> None:
 
 def _find(path: Path, missing_ok: bool) -> Path | None:
     folders = finished(path)
-    if not folders and not missing_ok:
+    others = sorted(own.parent.name for own in path.glob(f"*/{MANIFEST}"))
+    if not folders and (others or not missing_ok):
+        names = f" as step_<number>, but {', '.join(others[:8])}" if others else ""
         raise ConfigError(
-            f"{path} holds no complete checkpoint: give what distcache.save was given, or the "
-            "folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
+            f"{path} holds no complete checkpoint{names}: give what distcache.save was given, or "
+            "the folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
         )
     return folders[0] if folders else None
 
@@ -339,13 +366,7 @@ def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[s
             f"{folder} is no checkpoint of distcache.save in format {FORMAT}: a run's is gone on "
             "with by `trainer.resume`, another version's by that version"
         )
-    was, none = told["like"], "not there"
-    wrong = [
-        f"{name} was {was.get(name, none)}, is {now.get(name, none)}"
-        for name in was | now
-        if was.get(name) != now.get(name)
-    ]
-    if wrong:
+    if wrong := differences(told["like"], now, "not there"):
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
             f"{folder} is a checkpoint of another loop: {'; '.join(wrong[:_SHOWN])}{more}. Make "
@@ -360,7 +381,7 @@ def _read_own(reader: BlockReader, world: World, ranks: int) -> dict[str, Any]:
     names = [name for name in reader.values.state_dict_metadata if not name.startswith(TABLES)]
     found = {name: name for name in names if not name.startswith("own.")}
     same = ranks == world.size
-    mine = _of_rank(world.rank if same else 0, "")
+    mine = f"own.{world.rank if same else 0}."
     own = {name.removeprefix(mine): name for name in names if name.startswith(mine)}
     if not same:
         left = [name.removeprefix("extra.") for name in own if name.startswith("extra.")]

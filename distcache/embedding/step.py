@@ -603,9 +603,12 @@ class CollectionTables:
         self.flush()
         return self.whole.views(states)
 
-    def meet(self, asked: str = "state_dict()", way_out: str = _ALL_ASK) -> None:
+    def meet(
+        self, asked: str = "state_dict()", way_out: str = _ALL_ASK, limit_s: float | None = None
+    ) -> None:
         """Let rank 0 see whether it is alone with what it `asked` for; see `rendezvous.meet`."""
-        world, limit = self.world, min(ALONE_S, self.world.timeout_s)
+        world = self.world
+        limit = min(ALONE_S if limit_s is None else limit_s, world.timeout_s)
         meet(world.store, world.rank, world.size, limit, asked, way_out)
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:

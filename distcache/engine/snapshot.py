@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,11 +21,13 @@ class Snapshot:
     all ranks.
 
     `folder`: for old rows, there already, without any, and seen by all ranks of the node; `block`
-    may be called by any thread until all ranks have called `close`.
+    may be called by any thread until all ranks have called `close`. `hurry`: set where training
+    waits for whoever reads.
     """
 
     def __init__(self, folder: Path, groups: Sequence[GroupRows], whole: WholeTables) -> None:
         self._folder, self._whole, self._groups = folder, whole, list(groups)
+        self.hurry = threading.Event()
         for at, rows in enumerate(self._groups):
             if rows.store is not None:
                 rows.old = OldRows(folder, at, rows.link.world.rank, rows.store)

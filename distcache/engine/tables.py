@@ -178,7 +178,10 @@ class CachedTables:
     def _begin(self) -> None:
         """Let planning go on from what the device holds, without plans that did not move."""
         if self.failed:
-            raise PlanError("a step failed half-way: this model cannot go on; load a checkpoint")
+            raise PlanError(
+                "a step failed half-way, and this model cannot go on: make it anew, then load a "
+                "checkpoint"
+            )
         if self.stream is not None and not self.stream.ended:
             raise PlanError("another stream of this model is open: end or close it first")
         if self._stale or self.planner.ingested != self.last_step + 1:

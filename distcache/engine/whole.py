@@ -766,6 +766,6 @@ def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) 
     except OSError as error:
         raise DistcacheError(
             f"{where} does not hold this rank's part of a table for a checkpoint, "
-            f"{describe_bytes(size)}: {error.strerror}; make room there (run.dir), or use more "
+            f"{describe_bytes(size)}: {error.strerror}; make room there, or use more "
             "nodes"
         ) from error

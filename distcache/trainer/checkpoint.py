@@ -106,6 +106,10 @@ BLOCK_BYTES = 16 << 20
 keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
 checksum."""
 
+_REST = 3.0
+"""Beside training a block that took t seconds of a core is followed by so many times t of rest: it
+shares caches and memory with training, also where a core is free for it."""
+
 
 class BlockSavePlanner(DefaultSavePlanner):
     """Writes plain tensors in blocks of rows.
@@ -117,9 +121,9 @@ class BlockSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
-        """`snapshot`: where tables are read, that go on changing."""
+        """By the thread that writes; `snapshot`: where tables are read, that go on changing."""
         super().__init__()
-        self._snapshot = snapshot
+        self._snapshot, self._used = snapshot, time.thread_time()
 
     def create_local_plan(self) -> planner.SavePlan:
         """The default plan with every big plain tensor split into blocks."""
@@ -147,9 +151,11 @@ class BlockSavePlanner(DefaultSavePlanner):
             ids, value = np.arange(start, start + count), value.detach().narrow(0, start, count)
         else:
             return super().resolve_data(write_item)
-        return (
-            value if self._snapshot is None or of is None else self._snapshot.block(of, ids, value)
-        )
+        if self._snapshot is None or of is None:
+            return value
+        self._snapshot.hurry.wait(_REST * (time.thread_time() - self._used))
+        self._used = time.thread_time()
+        return self._snapshot.block(of, ids, value)
 
 
 def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteItem]:
@@ -296,6 +302,11 @@ class RunIdentity:
     tables: tuple[tuple[str, int, int], ...]
     data: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def numbers(self) -> int:
+        """Of all tables."""
+        return sum(rows * dim for _, rows, dim in self.tables)
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -336,16 +347,22 @@ class Start:
 
 
 @contextmanager
-def file_world(world: World, identity: RunIdentity) -> Iterator[World]:
+def file_world(world: World, numbers: int) -> Iterator[World]:
     """`world` with a CPU group of its own for reading and writing files, also from another thread
-    than the main one, whose patience grows with the tables.
+    than the main one, whose patience grows with the tables, of so many `numbers`; by all ranks.
 
     The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
     tables; a rank that dies is noticed at once all the same.
     """
-    largest = 3 * 8 * sum(rows * dim for _, rows, dim in identity.tables)  # Adam in float64
+    if world.host_group is None:  # of a process alone
+        yield world
+        return
+    largest = 3 * 8 * numbers  # Adam in float64
     patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
-    group: Any = dist.new_group(backend="gloo", timeout=patience)
+    ranks = dist.get_process_group_ranks(world.host_group)
+    some = len(ranks) < dist.get_world_size()  # the others do not call this
+    how: Any = {"timeout": patience, "use_local_synchronization": some}
+    group: Any = dist.new_group(ranks, backend="gloo", **how)
     files = replace(world, host_group=group)
     together(files, lambda: None)  # a rank that leaves early would end those that still join
     try:
@@ -405,7 +422,7 @@ def make_room(world: World, folder: Path) -> None:
         on_first(world, lambda: remove(folder))
         raise DistcacheError(
             f"not saved: {folder} is not the same folder on the node(s) of ranks {blind} as on "
-            "rank 0's; set run.dir to one that all nodes share"
+            "rank 0's; give one that all nodes share"
         )
 
 
@@ -594,6 +611,10 @@ def other_data(saved: Mapping[str, Any], identity: RunIdentity) -> str:
     epoch = "steps of an epoch (data.samples, data.path)"
     was = dict(map(tuple, saved["data"])) | {epoch: saved["steps_per_epoch"]}
     now = dict(identity.data) | {epoch: identity.steps_per_epoch}
-    differ = [key for key in was | now if was.get(key) != now.get(key)]
-    shown = ((key, was.get(key, "not set"), now.get(key, "not set")) for key in differ)
-    return "; ".join(f"{key} was {old}, is {new}" for key, old, new in shown)
+    return "; ".join(differences(was, now, "not set"))
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], none: str) -> list[str]:
+    """In words, where they differ; `none`: what has no value."""
+    shown = ((key, was.get(key, none), now.get(key, none)) for key in {**was, **now})
+    return [f"{key} was {old}, is {new}" for key, old, new in shown if old != new]

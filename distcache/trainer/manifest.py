@@ -309,7 +309,7 @@ class BlockWriter(FileSystemWriter):
         if needed > free:
             raise DistcacheError(
                 f"{self.path} has {describe_bytes(free)} free and the checkpoint takes "
-                f"{describe_bytes(needed)}: make room there, or lower trainer.keep_checkpoints"
+                f"{describe_bytes(needed)}: make room there, or keep fewer checkpoints"
             )
         return super().prepare_global_plan(plans)
 
@@ -471,9 +471,10 @@ class BlockReader(FileSystemReader):
                 target.copy_(part)
             planner.commit_tensor(item, target)
 
-    def load_block(self, index: metadata.MetadataIndex) -> Tensor:
-        """The tensor that is a block of a value, as of now. Raises DataError."""
-        found = self._load(index)
+    def load_block(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
+        """The tensor that is a block of a value, as of now: `into` itself where that is one of the
+        same shape in the same order. Raises DataError."""
+        found = self._load(index, into)
         self._change(index, found)
         return found
 
@@ -483,8 +484,7 @@ class BlockReader(FileSystemReader):
             self.changed.put(index.fqn, (index.offset or (0,))[0], block)
 
     def _load(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
-        """A block as it was last written whole: `into` itself where that is a tensor of its shape,
-        in the same order."""
+        """`load_block` as it was last written whole."""
         if self._base is not None and index.fqn in self.older:
             return self._base._load(index, into)
         info = self._places[index]

@@ -220,6 +220,7 @@ class Saver:
         job, self._job = self._job, None
         if job is None:
             return
+        job.snapshot.hurry.set()
         job.join(limit_s)
         job.snapshot.close()
         if job.error is None and not job.is_alive():

@@ -334,7 +334,7 @@ def find_start(
     )
     if not folders:
         return Start()
-    with file_world(world, identity) as files:
+    with file_world(world, identity.numbers) as files:
         for folder in folders:
             if folder in but:
                 continue
@@ -376,7 +376,7 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            with file_world(self.world, self.identity()) as files:
+            with file_world(self.world, self.identity().numbers) as files:
                 begun = self.resume(files)
                 want = self.config.trainer
                 if begun.folder is None and want.init_from is not None:

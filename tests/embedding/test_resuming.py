@@ -6,12 +6,15 @@ import io
 import logging
 import pickle
 import shutil
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import Payload
 from ebc_cases import (
     DENSE,
@@ -28,9 +31,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import distcache
-from distcache import lookahead
+from distcache import lookahead, resuming
 from distcache.embedding import step as embedding_step
-from distcache.errors import ConfigError, DataError, NonFiniteLossError, PeerError, PlanError
+from distcache.errors import (
+    ConfigError,
+    DataError,
+    DistcacheError,
+    NonFiniteLossError,
+    PeerError,
+    PlanError,
+)
 from distcache.trainer.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -172,24 +182,46 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batches(
 
 @job
 def alone(rank: int, size: int, folder: str) -> dict:
-    embedding_step.ALONE_S, loop = 0.5, Loop(size)
+    embedding_step.ALONE_S = resuming._TIMEOUT_S = 0.5
+    loop = Loop(size)
     plain = nn.Linear(2, 1)
     if rank == 0:
-        for model in (loop.model, plain):
-            for ask in (
-                lambda m: distcache.save(folder, m, step=1),
-                lambda m: distcache.load(folder, m),
-            ):
-                with pytest.raises(
-                    PeerError, match=r"rank 1 did not within 0.5 s.*outside `if rank"
-                ):
-                    ask(model)
+        for ask in (
+            lambda: distcache.save(folder, loop.model, step=1),
+            lambda: distcache.save(folder, plain, step=1),
+            lambda: distcache.load(folder, plain),
+        ):
+            with pytest.raises(PeerError, match=r"rank 1 did not within 0.5 s.*outside `if rank"):
+                ask()
         assert not Path(folder).exists()
     torch.distributed.barrier()
     loop.train(mine(rank, size, 1))
     loop.save(Path(folder))  # together: goes as if nothing had been
+    time.sleep(1.5 * rank)
+    loop.load(Path(folder))  # ranks may start apart, for the collection's timeout_s
     loop.end()
     return {}
+
+
+@job
+def by_groups(rank: int, size: int, folder: str) -> dict:
+    """Each rank trains for itself, beside the other."""
+    group = dist.new_group([rank], use_local_synchronization=True)
+    path, data = Path(folder) / f"{rank}", batches(3)
+    whole, begun = Loop(process_group=group), Loop(process_group=group)
+    whole.train(data)
+    begun.train(data[: 1 + rank])  # the step of one rank is not that of the other
+    begun.save(path)
+    begun.end()
+    after = Loop(seed=9, process_group=group)
+    assert after.load(path) == {} and after.step == 1 + rank
+    after.train(data)
+    assert_same(after.end(), whole.end())
+    return {}
+
+
+def test_a_process_group_saves_and_loads_for_itself(tmp_path) -> None:
+    ranks(by_groups, str(tmp_path), size=2)
 
 
 def test_rank_0_alone_is_told_who_is_missing(tmp_path) -> None:
@@ -230,10 +262,13 @@ def test_what_is_in_extra_comes_back_and_the_newest_whole_is_taken(saved) -> Non
     assert distcache.load(nothing, loop.model, loop.all, missing_ok=True) == (0, {})
     with pytest.raises(ConfigError, match=r"nothing holds no complete checkpoint.*missing_ok"):
         loop.load(nothing)
+    saved.rename(saved.with_name("epoch_2"))
+    with pytest.raises(ConfigError, match=r"as step_<number>, but epoch_2, marked: give what"):
+        distcache.load(saved.parent, loop.model, loop.all, missing_ok=True)
     loop.end()
 
 
-def test_nothing_is_written_where_it_could_not_be_read_again(saved) -> None:
+def test_nothing_is_written_where_it_could_not_be_read_again(saved, monkeypatch) -> None:
     loop = Loop()
     before = {own: own.read_bytes() for own in saved.iterdir()}
     with pytest.raises(ConfigError, match="a checkpoint already, and nothing is overwritten"):
@@ -259,6 +294,20 @@ def test_nothing_is_written_where_it_could_not_be_read_again(saved) -> None:
     assert not saved.with_name("new").exists()
     for one in loop.all:
         one.zero_grad()
+    monkeypatch.setattr(type(loop.model.second.tables), "saved", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.save(saved.with_name("new"))
+    usage = shutil.disk_usage(saved)._replace(free=100)
+    monkeypatch.undo()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(DistcacheError, match="make room there, or keep fewer checkpoints"):
+        loop.save(saved.with_name("new"))
+    generator = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    with pytest.raises(ConfigError, match=r"bit generator is PCG64, .*set_bit_generator"):
+        loop.save(saved.with_name("new"))
+    np.random.set_bit_generator(generator)
+    assert not saved.with_name("new").exists()
     loop.end()
 
 
@@ -338,6 +387,39 @@ def plant(folder: Path, name: str) -> None:
     manifest.files[name] = marks
     (folder / "manifest.json").unlink()
     manifest.write(folder)
+
+
+def test_a_scaler_and_a_scheduler_in_extra_go_on(tmp_path) -> None:
+    """The scale grows every second step, halves after one that is not finite, and is saved in
+    between."""
+
+    def train(loop: Loop, scaler: torch.amp.GradScaler, steps: range) -> list[float]:
+        scales = []
+        for step, batch in zip(steps, batches(6)[steps.start : steps.stop], strict=True):
+            for one in loop.all:
+                one.zero_grad()
+            logits = loop.model(batch.dense_features, batch.sparse_features)
+            scaler.scale(logits.square().mean() * (torch.inf if step == 3 else 1.0)).backward()
+            for one in loop.all:
+                scaler.step(one)
+            scaler.update()
+            for one in loop.rates:
+                one.step()
+            scales.append(scaler.get_scale())
+        return scales
+
+    def make(seed: int = 0) -> tuple[Loop, torch.amp.GradScaler]:
+        return Loop(seed=seed), torch.amp.GradScaler("cpu", 8.0, growth_interval=2)
+
+    whole, begun, after = make(), make(), make(9)
+    scales = train(*whole, range(6))
+    assert scales == [8, 16, 16, 8, 8, 16]
+    assert train(*begun, range(3)) == scales[:3]
+    begun[0].save(tmp_path / "one", scaler=begun[1].state_dict())
+    after[1].load_state_dict(after[0].load(tmp_path / "one")["scaler"])
+    assert train(*after, range(3, 6)) == scales[3:]
+    begun[0].end()
+    assert_same(after[0].end(), whole[0].end())
 
 
 def test_a_model_without_a_collection(tmp_path) -> None:

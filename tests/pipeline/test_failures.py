@@ -308,7 +308,7 @@ def test_after_a_rank_vanished_nobody_goes_on_or_writes(all_ends, name: str) -> 
         if "hangs" not in name:
             assert "rank 1 ended without a word" in end.value["error"], end
         again, flushed = end.value["again"]
-        assert "cannot go on; load a checkpoint" in again
+        assert "make it anew, then load a checkpoint" in again
         assert "go on from the last checkpoint" in flushed or "PeerError" in flushed
 
 
