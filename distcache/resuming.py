@@ -51,7 +51,7 @@ from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, 
 
 logger = logging.getLogger(__name__)
 
-_LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+")
+_LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+|\.manifest")
 """Files of a save that did not end; with `.metadata` they may be torch's own checkpoint."""
 
 _ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"

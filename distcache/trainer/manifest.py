@@ -49,6 +49,9 @@ MANIFEST, METADATA, SUMS = "manifest.json", ".metadata", "checksums.json"
 """Files of a checkpoint: what belongs to it, written last; DCP's list of values; format 2's sums.
 """
 
+UNFINISHED = ".manifest"
+"""A manifest that is being written."""
+
 TRAINER_KEY = "trainer"
 """Format 2: the name, beside the mode's values, of the JSON text that a manifest has now."""
 
@@ -91,8 +94,9 @@ class Manifest:
         body = {"header": self.header, "files": self.files}
         text = json.dumps({"crc32": self.crc32, "checkpoint": body})
         try:
-            with BlockFile(folder / MANIFEST) as file:
+            with BlockFile(folder / UNFINISHED) as file:
                 file.write(text.encode())
+            (folder / UNFINISHED).rename(folder / MANIFEST)  # a process that dies leaves no half
             sync_folder(folder)
         except OSError as error:
             raise DistcacheError(f"{folder / MANIFEST}: {error.strerror}") from error
