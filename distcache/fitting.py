@@ -124,8 +124,9 @@ class OwnRun(Run):
         """Raise ConfigError, or warn, where the last global batch is another one."""
         if was == now:
             return
-        differ = f"{where}, whose loaders give another global batch before it, of {now[0]} samples"
-        differ += f", than was trained, of {was[0]}"
+        sizes = f", of {now[0]} samples, than was trained, of {was[0]}"
+        differ = f"{where}, whose loaders give another global batch before it"
+        differ += sizes if now[0] != was[0] else " than was trained"
         refuse_if(
             self.config.trainer.resume_data == "same",
             f"{differ}: all ranks together must bring the same samples. Give such loaders, or go "
