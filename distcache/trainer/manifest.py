@@ -2,7 +2,7 @@
 executing what they hold.
 
 A folder is a checkpoint once it has its manifest, which is written last: when every rank has
-brought its files and the folder to the disk. Nothing is renamed, so network file systems will do.
+brought its files and the folder to the disk. No folder is renamed: network file systems will do.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def _base_folder(folder: Path, header: Mapping[str, Any]) -> Path | None:
     name = told.get("folder") if isinstance(told, dict) else told
     if not isinstance(name, str) or name != Path(name).name or "\0" in name or name in ("", ".."):
         raise DataError(f"the checkpoint {folder} rests on {name!r}, which is not beside it")
-    return (folder.resolve() if folder.is_symlink() else folder).parent / name
+    unclear = folder.is_symlink() or folder.name in ("", "..")
+    return (folder.resolve() if unclear else folder).parent / name
 
 
 def _damaged(folder: Path, names: str, count: int) -> DataError:
