@@ -483,8 +483,10 @@ class BlockReader(FileSystemReader):
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             part = stored[tuple(slice(start, start + count) for start, count in spans)]
             if part.shape != target.shape:
-                name = self.values.storage_data[item.storage_index].relative_path
-                raise _damaged(self.path, name, len(self._manifest.files))
+                index = item.storage_index
+                reader = self._base if index.fqn in self.older and self._base else self
+                name = reader._places[index].relative_path
+                raise _damaged(reader.path, name, len(reader._manifest.files))
             if part.data_ptr() != target.data_ptr():
                 target.copy_(part)
             planner.commit_tensor(item, target)
@@ -593,6 +595,8 @@ class Changes:
         ids, places, held = torch.from_numpy(ids[own] - first), places[own], {}
         value = self._values.get(CHANGED + name)
         chunks = value.chunks if isinstance(value, metadata.TensorStorageMetadata) else []
+        if len(places) and not chunks:
+            raise DataError(f"the checkpoint {self._reader.path} has no {CHANGED}{name}: {WAY_OUT}")
         starts = np.sort([chunk.offsets[0] for chunk in chunks])
         which = np.searchsorted(starts, places, side="right") - 1
         for number in np.unique(which).tolist():
