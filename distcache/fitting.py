@@ -21,7 +21,7 @@ from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchCheck
-from distcache.data.own import OwnBatches, digest_of, eval_batches, read_position
+from distcache.data.own import Draws, OwnBatches, digest_of, eval_batches, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.train import is_restart, needs_shared_folder, open_run_folder
@@ -70,6 +70,7 @@ class OwnRun(Run):
 
     train: OwnBatches = field(kw_only=True)
     evaluate: Iterable[Any] | None = field(default=None, kw_only=True)
+    eval_draws: Draws = field(kw_only=True)
     eval_count: int = field(default=0, kw_only=True)
 
     def resume(self, files: World) -> Start:
@@ -214,6 +215,7 @@ class OwnRun(Run):
 
     def _evaluation(self, width: int) -> Iterator[Batch]:
         train, items = self.train, self.evaluate or ()
+        self.eval_draws.set_states(self.eval_draws.first)  # each of the same samples
         return eval_batches(items, train.features, self.eval_count, width, train.dense_features)
 
     def _expected(self) -> int | None:
@@ -418,6 +420,7 @@ def fit(
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
     own_world, leave = (world, False) if world is not None else (_join(config), True)
+    eval_draws = Draws(eval_loader)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs))
@@ -437,7 +440,7 @@ def fit(
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
             config, own_world, run_dir, source, specs, mode, start,
-            train=train, evaluate=eval_loader, eval_count=count,
+            train=train, evaluate=eval_loader, eval_count=count, eval_draws=eval_draws,
         )  # fmt: skip
         result = run.go(build.build_rates(config))
         if leave:
@@ -446,6 +449,7 @@ def fit(
         return result
     finally:
         train.close()
+        eval_draws.give_back()
         if leave:
             close_world(own_world, orderly=False)
 

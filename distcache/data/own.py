@@ -12,9 +12,47 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
 from distcache.data.batch import UNKNOWN, Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
+
+
+class Draws:
+    """The generators that a `DataLoader` and its samplers draw from; none for another iterable.
+
+    Where they have none they would draw from torch's, ahead of the steps and at any moment of them,
+    so that dropout on the CPU drew other numbers in every run. They are lent one until `give_back`,
+    whose seed is drawn from torch's.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        batches, kinds = getattr(loader, "batch_sampler", None), DataLoader | Sampler
+        parts: list[Any] = [loader, batches]
+        parts += [getattr(part, "sampler", None) for part in parts]
+        parts = [p for p in parts if isinstance(p, kinds) and hasattr(p, "generator")]
+        self._without = [part for part in parts if part.generator is None]
+        if self._without:
+            own = torch.Generator()
+            own.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            for part in self._without:
+                part.generator = own
+        self._all = list({id(part.generator): part.generator for part in parts}.values())
+        self.first = self.states()
+
+    def states(self) -> list[Tensor]:
+        """Of each generator, as it is now; `first`: as they were here."""
+        return [generator.get_state() for generator in self._all]
+
+    def set_states(self, states: Sequence[Tensor]) -> None:
+        """Put the generators where they were; those of another loader as far as there are such."""
+        for generator, state in zip(self._all, states, strict=False):
+            generator.set_state(state)
+
+    def give_back(self) -> None:
+        """Leave the loader as it was."""
+        for part in self._without:
+            part.generator = None
 
 
 class OwnBatches:
@@ -25,7 +63,8 @@ class OwnBatches:
     or (values, offsets, weights), feature-major in the order of `features`. b may differ between
     ranks and items. The position of the last `keep` items is remembered: the iterable's
     `state_dict()` after each, where it has one; else the number of items, which are then read and
-    dropped to come back to it. `dense_features`: F of the last item, None before the first. Items
+    dropped to come back to it, and where the generators of a `DataLoader` were at the beginning of
+    the pass. `dense_features`: F of the last item, None before the first. Items
     are copied: an iterable may fill the same buffers again and again.
 
     `last`: the last of the items that were read and dropped; `draws_random`: whether torch's CPU
@@ -40,7 +79,9 @@ class OwnBatches:
         self._loader, self.features, self._epochs = loader, tuple(features), epochs
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}
-        self._positions: OrderedDict[int, bytes] = OrderedDict()
+        self._positions: OrderedDict[int, tuple[bytes, list[Tensor]]] = OrderedDict()
+        self._draws: Draws | None = None  # while it is open
+        self._drawn: list[Tensor] = []  # states of the generators as this pass began
         self._keep = keep
         self._items: Iterator[Any] | None = None
         self._looked_at: list[Any] = []  # the first item, or its error, until it is drawn
@@ -65,8 +106,12 @@ class OwnBatches:
                 "the checkpoint is of a loader without state_dict, this one is with: resume with "
                 "the loader it was made with"
             )
-        if state is not None or position["epoch"]:
-            self.close()  # what was looked at is of another place
+        drawn = () if self.stateful else position.get("draws", ())
+        if state is not None or position["epoch"] or drawn:
+            self._drop_items()  # what was looked at is of another place
+        if drawn:
+            self._draws = self._draws or Draws(self._loader)
+            self._draws.set_states(drawn)
         if state is not None:
             self._loader.load_state_dict(state)  # type: ignore[attr-defined]
         self._again = 0 if self.stateful else position["items"]
@@ -78,8 +123,7 @@ class OwnBatches:
         Raises ConfigError for a position that no checkpoint could be resumed from.
         """
         if self._items is None:
-            self._set_epoch(self._start["epoch"])
-            self._items = iter(self._loader)
+            self._begin_items(self._start["epoch"])
             if self.stateful:
                 read_position(_packed(self._loader.state_dict()))  # type: ignore[attr-defined]
         before = torch.get_rng_state()
@@ -120,13 +164,15 @@ class OwnBatches:
                 f"the loader's position after {step} steps is not known, only those after {first} "
                 f"to {last}: batches were drawn too far ahead"
             )
-        return _packed(pickle.loads(self._positions[step]) | more)  # made by this process
+        position, drawn = self._positions[step]
+        return _packed(pickle.loads(position) | {"draws": drawn} | more)  # made by this process
 
     def batches(self, first_step: int) -> Iterator[Batch]:
         """Training batches from step `first_step` on, after `open`; their global size is not known
         yet."""
         step = first_step
-        self._positions[step] = pickle.dumps(self._start)
+        start = {key: self._start[key] for key in ("epoch", "items", "loader")}
+        self._positions[step] = pickle.dumps(start), self._drawn
         for epoch in range(self._start["epoch"], self._epochs):
             done = self._begin_pass(epoch)
             while (item := self._draw(step)) is not _END:
@@ -140,6 +186,21 @@ class OwnBatches:
 
     def close(self) -> None:
         """Let go of the iterator and its workers, also where `batches` has not ended."""
+        self._drop_items()
+        draws, self._draws = self._draws, None
+        if draws is not None:
+            draws.give_back()
+
+    def _begin_items(self, epoch: int) -> None:
+        """Begin a pass; the workers of the last one go first."""
+        self._items = None
+        self._set_epoch(epoch)
+        self._draws = self._draws or Draws(self._loader)
+        self._drawn = self._draws.states()
+        self._items = iter(self._loader)
+
+    def _drop_items(self) -> None:
+        """Let go of the iterator, what was looked at and the workers."""
         items, self._items = self._items, None
         self._looked_at.clear()
         # Dropped alone, a DataLoader's workers live as long as the traceback of an error of theirs.
@@ -150,16 +211,15 @@ class OwnBatches:
     def _remember(self, step: int, epoch: int, done: int) -> None:
         """The iterable's position after `step` steps."""
         state = self._loader.state_dict() if self.stateful else None  # type: ignore[attr-defined]
-        self._positions[step] = pickle.dumps({"epoch": epoch, "items": done, "loader": state})
+        position = {"epoch": epoch, "items": done, "loader": state}
+        self._positions[step] = pickle.dumps(position), self._drawn
         if len(self._positions) > self._keep:
             self._positions.popitem(last=False)
 
     def _begin_pass(self, epoch: int) -> int:
         """Take up a pass; how many of its items are done."""
         if epoch > self._start["epoch"]:
-            self._set_epoch(epoch)
-            self._items = None  # the workers of the last pass go first
-            self._items = iter(self._loader)
+            self._begin_items(epoch)
             if self._items is self._loader:
                 raise ConfigError(
                     f"epochs={self._epochs}, but the loader is an iterator, which can be read "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from scenarios import Scenario, SmallNet, run_mode, table
 from source_runs import digests
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 import distcache
 from distcache.comm.world import close_world, open_world
@@ -448,6 +448,12 @@ def plain(rank: int, world: int) -> DataLoader:
     return DataLoader(slices(rank, world), batch_size=None)  # which draws a seed for its workers
 
 
+def shuffled(rank: int, world: int, count: int = 4) -> DataLoader:
+    """Items in an order that each pass draws, as it does a seed for workers."""
+    data = slices(rank, world, count)
+    return DataLoader(data, batch_size=None, sampler=RandomSampler(data))
+
+
 def sampled(rank: int, world: int) -> DataLoader:
     """Three batches of samples that are shuffled in each pass, with ids beyond their table."""
     samples = [SCENARIO.batch(number // 24, number % 24, 24) for number in range(72)]
@@ -469,26 +475,30 @@ def later(rank: int, world: int) -> list:
 
 
 WIDE = {"trainer__dtype": "float64"}
+EVALUATED = {"eval_loader": shuffled(0, 4, 6), "trainer__eval_every": 2, "trainer__eval_steps": 2}
 BEGUN = {
     "plain": (plain, "data", WIDE),
     "passes": (sampled, "host", WIDE | {"epochs": 4, "data__on_bad_id": "hash"}),
     "hybrid": (slices, "hybrid", {}),
     "dropout": (plain, "data", {"model": Dropping}),
     "dropout in hybrid": (plain, "hybrid", {"model": Dropping}),
+    "shuffled": (shuffled, "data", {"model": Dropping, "epochs": 3} | EVALUATED),
     "drawn": (drawn, "data", {}),
     "state": (Resumable, "data", WIDE),
     "lengths": (lambda rank, size: slices(rank, size, 4 - rank), "data", {"epochs": 3}),
 }
 """Loader, mode and settings of runs that save after five of twelve steps, with more drawn."""
+NEVER_MOVED = ("drawn", "dropout in hybrid", "shuffled")
 MOVED = {
-    **{name: (name, *BEGUN[name]) for name in BEGUN if name not in ("drawn", "dropout in hybrid")},
+    **{name: (name, *BEGUN[name]) for name in BEGUN if name not in NEVER_MOVED},
     "without state": ("state", *BEGUN["plain"]),
     "other": ("plain", later, "data", WIDE),
     "short": ("plain", lambda *place: slices(*place, count=3), "data", WIDE),
     "meant": ("plain", later, "data", WIDE | {"trainer__resume_data": "any"}),
 }
 """How they go on on another number of ranks, from which of them."""
-DROPPING, EXACT = ("dropout", "dropout in hybrid", "drawn"), ("plain", "passes", "hybrid")
+DROPPING = ("dropout", "dropout in hybrid", "drawn", "shuffled")
+EXACT = ("plain", "passes", "hybrid")
 
 
 def go_on(rank: int, size: int, folder: str, parts: tuple[str, ...]) -> dict[str, Any]:
