@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distcache.cli.run import human_bytes
 from distcache.config import option
@@ -57,8 +57,8 @@ def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
                 manifest = Manifest.read(folder)
                 if what == "verify":
                     manifest.verify(folder)
-                    rest = "" if manifest.base is None else f", beside {manifest.base[0]}"
-                    log.info("%s is whole, %s%s", folder, human_bytes(manifest.nbytes), rest)
+                    rest = "" if manifest.base is None else f", rests on {manifest.base[0]}"
+                    log.info("%s is intact: %s%s", folder, human_bytes(manifest.nbytes), rest)
                     if manifest.base is not None and manifest.base[0] not in folders:
                         folders.append(manifest.base[0])
                 elif what == "show":
@@ -78,7 +78,7 @@ def described(folder: Path, manifest: Manifest) -> str:
 
     header, lines = manifest.header, [f"{human_bytes(manifest.nbytes)}"]
     for key in ("step", "format", "base", "metrics", "phase", "run", "versions"):
-        lines.append(f"{key}: {json.dumps(header.get(key))}")
+        lines += _told(key, header.get(key))
     reader = BlockReader(folder, manifest)
     changed = reader.changed.rows
     for name, value in sorted(reader.values.state_dict_metadata.items()):
@@ -87,6 +87,16 @@ def described(folder: Path, manifest: Manifest) -> str:
         here = f", {changed[name]} rows here" if name in changed else ""
         lines.append(f"{name} {kind}{here}")
     return "\n  ".join(lines)
+
+
+def _told(key: str, value: Any) -> list[str]:
+    """`key: value` of a manifest in lines, those of a mapping below it; none for None."""
+    if not isinstance(value, dict):
+        text = value if isinstance(value, str) else json.dumps(value)
+        return [] if value is None else [f"{key}: {text}"]
+    shown = {name: own for name, own in value.items() if name != "tables"}  # which are listed
+    below = [line for name, own in shown.items() for line in _told(name, own)]
+    return [f"{key}:", *(f"  {line}" for line in below)] if below else []
 
 
 if __name__ == "__main__":

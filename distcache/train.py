@@ -245,7 +245,13 @@ def open_run_folder(
         run_dir,
     )
     if idle := without_use(config, world.size, given):
-        log.info("without use in this mode, on %d rank(s): %s", world.size, ", ".join(idle))
+        log.info("without use in this run, on %d rank(s): %s", world.size, ", ".join(idle))
+    if "trainer.checkpoint_every" in given and not config.run.save:
+        log.warning(
+            "trainer.checkpoint_every=%s: run.save=false keeps no checkpoints but that of a stop; "
+            "set run.save=true",
+            config.trainer.checkpoint_every,
+        )
 
 
 def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:

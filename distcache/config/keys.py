@@ -130,7 +130,7 @@ def not_in_group(key: str, value: str, names: Sequence[str]) -> ConfigError:
 
 
 def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
-    """`key=value` of the `given` keys that do nothing in `parallel.mode` on so many ranks."""
+    """`key=value` of the `given` keys that do nothing in such a run on so many ranks."""
     mode, optimizer, data = config.parallel.mode, config.optim.name, config.data
     of_ranks = (
         "cache.placement cache.replicated_rows cache.replicated_share cache.objective "
@@ -153,8 +153,7 @@ def without_use(config: Config, world_size: int, given: Collection[str]) -> list
         "data.on_bad_line": data.name in ("synthetic", "parquet"),
         "optim.decay_start": not config.optim.decay_steps,
         "trainer.resume_data": config.trainer.resume == "never",
-        "trainer.checkpoint_every": not config.run.save,
-        "trainer.checkpoint_whole_every": mode in ("resident", "hybrid") or not config.run.save,
+        "trainer.checkpoint_whole_every": mode in ("resident", "hybrid"),
     }
     keys = {key for words, is_so in idle.items() if is_so for key in words.split()}
     return [f"{key}={attrgetter(key)(config)}" for key in sorted(keys.intersection(given))]

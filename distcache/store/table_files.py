@@ -87,12 +87,15 @@ def write_tables(
         )
     for name, table in tables.items():
         path = folder / f"{quote(name, safe='')}.{form}"
+        again = ", in place of an older one" if path.exists() else ""
+        count = table.shape[0] if rows is None else len(rows[name])
         with _new_file(path) as file:
             if form == "parquet":
                 _write_parquet(file, table, None if rows is None else rows[name])
             else:
                 _write_safetensors(file, f"{name}.weight", table)
-        log.info("%s: %s", path, describe_bytes(path.stat().st_size))
+        size = describe_bytes(path.stat().st_size)
+        log.info("%s: %s rows, %s%s", path, f"{count:,}", size, again)
 
 
 @contextmanager

@@ -551,7 +551,7 @@ def load(start: Start, mode: Parallel, world: World, extra: dict[str, bytes] | N
         extra.update({name: given.pop(name) for name in extra})
     mode.load_state_dict(tensors | given)
     if world.is_first:
-        logger.info("resuming at step %s from %s", f"{start.state.step:,}", folder)
+        logger.info("read step %s from %s", f"{start.state.step:,}", folder)
 
 
 def fill(

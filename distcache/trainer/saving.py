@@ -114,13 +114,15 @@ class Saver:
             self._due |= time.monotonic() - self._began >= seconds
         self._due |= self.falls_on(done)
         busy = self._job is not None and self._job.is_alive()
-        if self._due and busy and not self._told and self._world.is_first:
-            self._told = True
-            logger.warning(
-                "a checkpoint is due, but the one of step %s is still being written: it waits; "
-                "raise trainer.checkpoint_every",
-                f"{self._job.state.step:,}" if self._job else "",
-            )
+        if self._due and busy:
+            self._job.snapshot.hurry.set()  # its rests would make this one late
+            if not self._told and self._world.is_first:
+                self._told = True
+                logger.warning(
+                    "a checkpoint is due, but the one of step %s is still being written: it waits; "
+                    "raise trainer.checkpoint_every",
+                    f"{self._job.state.step:,}",
+                )
         return SAVE * self._due | BUSY * busy
 
     def falls_on(self, done: int) -> bool:
@@ -255,11 +257,15 @@ def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:
 
 def prune(folder: Path, keeping: Keeping) -> None:
     """Remove the checkpoints of `folder` but those that are kept and those that these rest on, and
-    what was not finished."""
-    kept = {*checkpoint.finished(folder)[: keeping.newest], best_of(folder, keeping.best)[1]}
-    for own in kept - {None}:
-        with suppress(DataError):  # nobody will read that one again
-            kept.add(rests_on(own))
+    what was not finished. Of those that are newer than the oldest kept one none is removed."""
+    kept, count = {best_of(folder, keeping.best)[1]}, 0
+    for own in checkpoint.finished(folder):
+        if count < keeping.newest or own in kept:
+            kept.add(own)
+            with suppress(DataError):  # one that nobody can read is not counted
+                kept.add(rests_on(own))
+                Manifest.read(own)
+                count += 1
     for own in sorted(folder.glob("step_*"), reverse=True):  # none before what rests on it
         if own not in kept:
             with suppress(OSError):  # it stays, then

@@ -345,7 +345,7 @@ def find_start(
                     raise
                 pass_over(world, error)
     raise DataError(
-        f"no checkpoint in {run_dir} is whole ({len(folders)} are damaged): go on from a copy "
+        f"no checkpoint in {run_dir} is intact ({len(folders)} are damaged): go on from a copy "
         "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
     )
 

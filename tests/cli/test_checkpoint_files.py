@@ -26,16 +26,16 @@ def test_what_checkpoints_are(world, tmp_path, capsys):
         assert entry.main(list(words)) == code
         return "".join(capsys.readouterr())
 
-    assert said(f"verify={run}").count("is whole") == 2
+    assert said(f"verify={run}").count("is intact") == 2
     shown = said(f"show={run}/checkpoints/step_00000012")
     assert "step: 12" in shown and "tables.t.weight [5, 4] torch.float32" in shown
     (folder / "__0_0.distcp").write_bytes(bytes((folder / "__0_0.distcp").stat().st_size))
     text = said(f"verify={run}", code=1)
-    assert text.count("is whole") == 1 and "step_00000012 is damaged: __0_0.distcp" in text
+    assert text.count("is intact") == 1 and "step_00000012 is damaged: __0_0.distcp" in text
     shutil.rmtree(run)
     checkpoints.save_format_2(run / "model", VALUES, IDENTITY, TrainerState(3))
     assert "step: 3" in said(f"show={run}") and "has a manifest now" in said(f"convert={run}")
-    assert (run / "model" / "manifest.json").exists() and "is whole" in said(f"verify={run}/model")
+    assert (run / "model" / "manifest.json").exists() and "is intact" in said(f"verify={run}/model")
     mode = checkpoints.Plain({name: torch.zeros_like(value) for name, value in VALUES.items()})
     assert checkpoints.resume(run / "model", mode, IDENTITY, world) == TrainerState(3)
     assert torch.equal(mode.values["tables.t.weight"], VALUES["tables.t.weight"])

@@ -742,7 +742,7 @@ def test_keys_without_use_are_told_by_fit_too(tmp_path, caplog, monkeypatch):
     assert not dist.is_initialized()
     # A set, for pytest may listen to a logger that did not propagate besides.
     assert {line for line in caplog.messages if "without use" in line} == {
-        "without use in this mode, on 1 rank(s): cache.placement=sharded, optim.betas=[0.5, 0.6]"
+        "without use in this run, on 1 rank(s): cache.placement=sharded, optim.betas=[0.5, 0.6]"
     }
 
 

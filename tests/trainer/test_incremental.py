@@ -33,7 +33,7 @@ from distcache.parallel.cached import CachedSettings
 from distcache.store.table_files import read_safetensors
 from distcache.trainer import checkpoint, saving
 from distcache.trainer.checkpoint import BlockSavePlanner
-from distcache.trainer.manifest import Manifest, rests_on
+from distcache.trainer.manifest import MANIFEST, Manifest, rests_on
 from distcache.trainer.saving import Keeping
 from distcache.trainer.trainer import Run
 from distcache.trainer.weights import checkpoint_values
@@ -202,7 +202,7 @@ def test_without_the_one_that_it_rests_on_the_newest_before_is_gone_on_with(
     passed = [line for line in caplog.messages if line.startswith("passed over")]
     assert len(passed) >= 2 and all(re.search(said, line) for line in passed)
     if harm is not take_another:  # which has its own steps once more
-        assert "resuming at step 6 from" in caplog.text
+        assert "read step 6 from" in caplog.text
         assert rests_on(at(copy, 6)) == at(copy, 2) and rests_on(at(copy, 8)) is None
 
 
@@ -258,11 +258,11 @@ def test_what_the_command_says_of_it(copy: Path, capsys) -> None:
     assert re.search(r"tables\.e\.weight .* \d+ rows here\n", shown)
     assert "tables.d.weight [1, 8] torch.float32\n" in shown
     text = said(f"verify={at(copy, 12)}")
-    assert text.count("is whole") == 2 and f"beside {at(copy, 8)}" in text
+    assert text.count("is intact") == 2 and f"rests on {at(copy, 8)}" in text
     flip(at(copy, 8))
     text = said(f"verify={at(copy, 12)}", code=1)
-    assert text.count("is whole") == 1 and "step_00000008 is damaged" in text
-    assert said(f"verify={copy}", code=1).count("is whole") == 5
+    assert text.count("is intact") == 1 and "step_00000008 is damaged" in text
+    assert said(f"verify={copy}", code=1).count("is intact") == 5
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,14 @@ def test_nothing_is_removed_on_which_one_rests_that_is_kept(
     monkeypatch.setattr(saving, "best_of", lambda *_: (0.0, best and at(copy, best)))
     saving.prune(copy / "checkpoints", Keeping(newest=newest))
     assert steps(copy) == left
+
+
+def test_what_nobody_can_read_does_not_count_as_kept(copy: Path) -> None:
+    (at(copy, 8) / MANIFEST).unlink()
+    saving.prune(copy / "checkpoints", Keeping(newest=1))
+    assert steps(copy) == [2, 6, 8, 10, 12]  # the last one that can be read, and what is newer
+    saving.prune(copy / "checkpoints", Keeping(newest=3))
+    assert steps(copy) == [2, 6, 8, 10, 12]
 
 
 def test_tables_of_which_nothing_changed_have_nothing(world: World) -> None:

@@ -135,7 +135,7 @@ def test_the_newest_whole_one_is_gone_on_with_and_metrics_are_cut_back(world, tm
     passed = [line for line in caplog.messages if line.startswith("passed over")]
     for step, line in zip((11, 9), passed, strict=True):
         assert f"step_{step:08d}" in line
-    assert "resuming at step 6 " in caplog.text
+    assert "read step 6 " in caplog.text
     again = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     keep = ("step", "epoch", "loss")
     assert [[json.loads(line)[key] for key in keep] for line in again] == [
@@ -144,7 +144,7 @@ def test_the_newest_whole_one_is_gone_on_with_and_metrics_are_cut_back(world, tm
     assert steps(tmp_path / "run") == [3, 6, 9, 11, 12, 14]
     for path in (tmp_path / "run").glob("checkpoints/step_*/*.distcp"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"no checkpoint in .*run is whole \(6 are damaged\)"):
+    with pytest.raises(DataError, match=r"no checkpoint in .*run is intact \(6 are damaged\)"):
         run(world, tmp_path / "run", **every)
 
 
