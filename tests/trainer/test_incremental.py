@@ -254,7 +254,7 @@ def test_what_the_command_says_of_it(copy: Path, capsys) -> None:
         return "".join(capsys.readouterr())
 
     shown = said(f"show={at(copy, 12)}")
-    assert '"folder": "step_00000008"' in shown and "tables.e.weight [900, 8]" in shown
+    assert "folder: step_00000008" in shown and "tables.e.weight [900, 8]" in shown
     assert re.search(r"tables\.e\.weight .* \d+ rows here\n", shown)
     assert "tables.d.weight [1, 8] torch.float32\n" in shown
     text = said(f"verify={at(copy, 12)}")
