@@ -106,7 +106,7 @@ BLOCK_BYTES = 16 << 20
 keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
 checksum."""
 
-_REST = 3.0
+_REST = 4.0
 """Beside training a block that took t seconds of a core is followed by so many times t of rest: it
 shares caches and memory with training, also where a core is free for it."""
 
