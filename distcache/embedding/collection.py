@@ -314,7 +314,7 @@ class CachedCollection(nn.Module):
         recipe = Recipe(configs, lookups, optimizer, chosen, where, name, self._pooled, leaves)
         recipe.check_sizes()
         self._recipe = recipe
-        self.reader = IdReader(recipe.lookups, self._is_weighted)
+        self.reader = IdReader(recipe.lookups, self._pooled)
         self._member = Membership(recipe, process_group, timeout_s)
         self.optimizer = RowOptimizer(self._member, recipe)
         self._frozen: set[str] = set()
@@ -703,7 +703,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         return KeyedTensor(
             keys=self.embedding_names,
             length_per_key=list(self.reader.lookups.dims),
-            values=step.pooled(micro),
+            values=step.pooled(micro, features if self._is_weighted else None),
         )
 
 
@@ -778,10 +778,13 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         ends = torch.zeros(len(names), ids.batch_size + 1, dtype=torch.int64)
         torch.cumsum(by_lookup, 1, out=ends[:, 1:])
         lengths, offsets = (to_device(part.to(dtype), device) for part in (by_lookup, ends))
+        samples = step.reads[micro].samples
         indices: Sequence[Tensor | None] = [None] * len(rows)
         if self._need_indices:
             indices = to_device(ids.values, device).split([len(part) for part in rows])
         return {
-            name: JaggedTensor(rows[at], indices[at], lengths[at], offsets[at])
+            name: JaggedTensor(
+                rows[at], indices[at], lengths[at, : samples[at]], offsets[at, : samples[at] + 1]
+            )
             for at, name in enumerate(names)
         }

@@ -165,11 +165,15 @@ class _Keys(list):
 class ReadIds:
     """One `KeyedJaggedTensor` (`source`) as it was read: `ids` of every lookup, on the CPU.
 
-    `versions`: its tensors and how often each had been changed in place by then.
+    `taken`: where each of these ids was among its values, int64 `[n]`; None where they are these;
+    `samples`: of each lookup, beyond which its bags are empty. `versions`: its tensors and how
+    often each had been changed in place by then. Weights are read when the batch is looked up.
     """
 
     source: KeyedJaggedTensor
     ids: JaggedIds
+    taken: Tensor | None
+    samples: tuple[int, ...]
     versions: tuple[tuple[Tensor, int], ...]
     token: object
 
@@ -186,7 +190,7 @@ class ReadIds:
         return getattr(features.keys(), "token", None) is self.token
 
     def is_unchanged(self, features: KeyedJaggedTensor, read: Callable[..., ReadIds]) -> bool:
-        """Whether `features`, which `is_of` this, still has the ids and weights that were read.
+        """Whether `features`, which `is_of` this, still has the ids that were read.
 
         Copies on another device are compared by size alone.
         """
@@ -199,16 +203,31 @@ class ReadIds:
         return self.has_ids_of(features, read)
 
     def has_ids_of(self, features: KeyedJaggedTensor, read: Callable[..., ReadIds]) -> bool:
-        """Whether `features`, wherever it comes from, has the ids and weights that were read."""
+        """Whether `features`, wherever it comes from, has the ids that were read."""
         if not self._is_untouched():
             return False
         one, other = self.ids, read(features).ids
-        if (one.weights is None) != (other.weights is None):
-            return False
         pairs = [(one.offsets, other.offsets), (one.values, other.values)]
-        if one.weights is not None and other.weights is not None:
-            pairs.append((one.weights, other.weights))
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    def weights_of(self, features: KeyedJaggedTensor, device: torch.device) -> Tensor:
+        """The weights of the ids in `features`, `[n]` on `device`, differentiable in those that
+        `features` has. DataError where it has none, or others than one for each id."""
+        weights = features.weights_or_none()
+        if weights is None:
+            raise DataError(
+                "the collection was made with is_weighted=True, but the KeyedJaggedTensor has no "
+                "weights"
+            )
+        if weights.shape != self.source.values().shape:
+            raise DataError(
+                f"weights of shape {list(weights.shape)} for {len(self.source.values())} ids: give "
+                "one for each id"
+            )
+        weights = weights.to(device)
+        if self.taken is None:
+            return weights
+        return weights.index_select(0, self.taken.int().to(weights.device))
 
     def _is_untouched(self) -> bool:
         return all(_version(tensor) == version for tensor, version in self.versions)
@@ -219,30 +238,47 @@ def _version(tensor: Tensor) -> int:
 
 
 class IdReader:
-    """Reads the ids that `lookups` need from `KeyedJaggedTensor`s, with weights if `weighted`."""
+    """Reads the ids that `lookups` need from `KeyedJaggedTensor`s; `pooled`: whether bags come out,
+    rather than the row of every id."""
 
-    def __init__(self, lookups: Lookups, weighted: bool) -> None:
-        self.lookups, self._weighted = lookups, weighted
+    def __init__(self, lookups: Lookups, pooled: bool) -> None:
+        self.lookups, self._pooled = lookups, pooled
 
     def read(self, features: KeyedJaggedTensor) -> ReadIds:
-        """The ids of every lookup. Raises DataError that names what is missing."""
+        """The ids of every lookup. Raises DataError that names what is missing.
+
+        Keys may differ in samples: bags that stand for several samples (`inverse_indices`, as
+        TorchRec's deduplicated input has them) are read once for each, and without pooling the
+        shorter ones end in empty bags.
+        """
         keys, values = list(features.keys()), features.values()
-        raw = _weights_of(features) if self._weighted else None
         lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
         given = lengths if lengths is not None else offsets
-        tensors = [tensor for tensor in (values, given, raw) if tensor is not None]
+        tensors = [tensor for tensor in (values, given) if tensor is not None]
         versions = tuple((tensor, _version(tensor)) for tensor in tensors)
         if lengths is None:
             lengths = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets.diff()
         counts = lengths.detach().cpu().to(torch.int64).reshape(-1)
-        _check_strides(features, keys, counts)
-        places = self._places(keys)
-        ids, weights = values.detach().cpu(), None if raw is None else raw.detach().cpu()
-        if places == list(range(len(keys))):
-            joined = JaggedIds(self.lookups.features, ids, _offsets(counts), weights)
-        else:
-            joined = self._select(places, len(keys), counts, ids, weights)
-        return ReadIds(features, joined, versions, object())
+        strides, places = _strides(features, keys, counts), self._places(keys)
+        ids, inverse = values.detach().cpu(), features.inverse_indices_or_none()
+        inverse = inverse if self._pooled else None
+        own, taken = [strides[place] for place in places], None
+        if inverse is not None:
+            rows = {name: row for row, name in enumerate(inverse[0])}
+            chosen = inverse[1].detach().cpu().long()[[rows[key] for key in self.lookups.features]]
+            bags = chosen + _offsets(torch.tensor(strides))[places].unsqueeze(1)
+            counts, taken = _bags(counts, bags)
+            own = [chosen.shape[1]] * len(places)
+        elif len({*strides}) > 1 and self._pooled:
+            raise DataError(
+                f"the keys {keys} have {strides} samples: give a KeyedJaggedTensor with "
+                "inverse_indices, by which each sample finds its bag"
+            )
+        elif places != list(range(len(keys))) or len({*strides}) > 1:
+            counts, taken = _keys(counts, strides, places)
+        ids = ids if taken is None else ids[taken]
+        joined = JaggedIds(self.lookups.features, ids, _offsets(counts), None)
+        return ReadIds(features, joined, taken, tuple(own), versions, object())
 
     def _places(self, keys: list[str]) -> list[int]:
         """Where each lookup's feature is among `keys`."""
@@ -255,45 +291,41 @@ class IdReader:
                 )
         return [at[feature] for feature in self.lookups.features]
 
-    def _select(
-        self, places: list[int], keys: int, counts: Tensor, ids: Tensor, weights: Tensor | None
-    ) -> JaggedIds:
-        """The ids of the keys at `places`, in that order; a key may be named several times."""
-        by_key = counts.view(keys, -1)
-        sizes = by_key.sum(1).tolist()
 
-        def chosen(values: Tensor) -> Tensor:
-            of_keys = values.split(sizes)
-            return torch.cat([of_keys[at] for at in places])
-
-        offsets = _offsets(by_key[places].reshape(-1))
-        own = None if weights is None else chosen(weights)
-        return JaggedIds(self.lookups.features, chosen(ids), offsets, own)
-
-
-def _weights_of(features: KeyedJaggedTensor) -> Tensor:
-    weights = features.weights_or_none()
-    if weights is None:
-        raise DataError(
-            "the collection was made with is_weighted=True, but the KeyedJaggedTensor has no "
-            "weights"
-        )
-    if weights.requires_grad:
-        raise DataError(
-            "the weights of the KeyedJaggedTensor require a gradient, which cached tables do not "
-            "give: detach them"
-        )
-    return weights
-
-
-def _check_strides(features: KeyedJaggedTensor, keys: list[str], counts: Tensor) -> None:
-    """Every key has the same number of samples."""
-    varied = features.variable_stride_per_key() or features.inverse_indices_or_none() is not None
-    if varied or (len(counts) % len(keys) if keys else len(counts)):
+def _strides(features: KeyedJaggedTensor, keys: list[str], counts: Tensor) -> list[int]:
+    """Samples of each key."""
+    if features.variable_stride_per_key():
+        strides = list(features.stride_per_key())
+    else:
+        strides = [len(counts) // len(keys)] * len(keys) if keys else []
+    if sum(strides) != len(counts):
         raise DataError(
             f"a KeyedJaggedTensor with {len(keys)} keys and {len(counts)} lengths: every key must "
-            "have the same number of samples (no variable stride, no inverse_indices)"
+            "have the same number of samples, or stride_per_key_per_rank must say how many"
         )
+    return strides
+
+
+def _bags(counts: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
+    """The lengths of `bags` `[L, B]`, by number, among those of `counts`, and where their ids are:
+    `[L * B]` and `[n]`."""
+    starts, bags = _offsets(counts)[:-1][bags].reshape(-1), bags.reshape(-1)
+    lengths = counts[bags]
+    ends = _offsets(lengths)
+    return lengths, torch.arange(int(ends[-1])) + (starts - ends[:-1]).repeat_interleave(lengths)
+
+
+def _keys(counts: Tensor, strides: list[int], places: list[int]) -> tuple[Tensor, Tensor]:
+    """The lengths of the keys at `places`, each with as many samples as the one that has most, and
+    where their ids are; a key may be named several times."""
+    by_key, most = counts.split(strides), max((strides[place] for place in places), default=0)
+    ends = [0, *_offsets(torch.stack([own.sum() for own in by_key]))[1:].tolist()]
+    lengths = torch.zeros(len(places), most, dtype=torch.int64)
+    for row, place in enumerate(places):
+        lengths[row, : strides[place]] = by_key[place]
+    none = [torch.zeros(0, dtype=torch.int64)]
+    spans = [torch.arange(ends[place], ends[place + 1]) for place in places]
+    return lengths.reshape(-1), torch.cat(none + spans)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -374,9 +406,7 @@ def join_ids(parts: Sequence[JaggedIds]) -> JaggedIds:
         return torch.cat([own[at] for at in range(len(features)) for own in split])
 
     values = joined([part.values for part in parts])
-    weights = [part.weights for part in parts if part.weights is not None]
-    offsets = _offsets(torch.cat(lengths, dim=1).reshape(-1))
-    return JaggedIds(features, values, offsets, joined(weights) if weights else None)
+    return JaggedIds(features, values, _offsets(torch.cat(lengths, dim=1).reshape(-1)), None)
 
 
 def as_batch(reads: Sequence[ReadIds], index: int, kind: str = "train") -> Batch:

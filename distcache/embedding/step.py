@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
 from distcache.comm.rendezvous import meet, record_failure
@@ -123,9 +124,15 @@ class OpenStep:
 
     # --- forward ----------------------------------------------------------------------------
 
-    def pooled(self, micro: int) -> Tensor:
-        """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are."""
-        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro)
+    def pooled(self, micro: int, weighted: KeyedJaggedTensor | None = None) -> Tensor:
+        """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are;
+        `weighted`: what has the weights of its ids, which may have come since it was read."""
+        read, weights = self.reads[micro], None
+        if weighted is not None:
+            lengths = read.ids.offsets.diff().view(len(read.samples), read.ids.batch_size)
+            counts = lengths.sum(1).tolist()
+            weights = read.weights_of(weighted, self._tables.world.device).split(counts)
+        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro, weights)
         self._watch(micro, [pooled])
         return pooled
 

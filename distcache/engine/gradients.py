@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from distcache import ops
 from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, agree_on, spread
@@ -241,30 +242,48 @@ def _ends_of_one(count: int) -> Tensor:
 
 
 class PooledLookup(torch.autograd.Function):
-    """`(leaf [U + N, D], bags) -> pooled [b, F * D]`; backward sums occurrences in their order.
+    """`(leaf [U + N, D], bags, weights [n] or None) -> pooled [b, F * D]`.
+
+    Backward sums occurrences in their order.
 
     The row gradient is the same code in every mode and depends on nothing but the ids and the
-    bag gradients (`embedding_bag`'s own backward changes its bits with the labels).
+    bag gradients (`embedding_bag`'s own backward changes its bits with the labels). `weights`: of
+    the ids, feature by feature, in place of those of `bags`; the gradient of each is the product
+    of its row as it was read and the gradient of its bag, as that is averaged. Not reduced over
+    the ranks: it is that of this rank's ids.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags, weights: Tensor | None) -> Tensor:
         """Sum (or average) every bag's rows."""
         ctx.bags, ctx.dim = bags, leaf.shape[1]
         (samples, features), dim = bags.shape, ctx.dim
-        pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, bags.weights)
+        ctx.save_for_backward(*(() if weights is None else (weights.detach(),)))
+        ctx.leaf = leaf.detach() if ctx.needs_input_grad[2] else None
+        own = bags.weights if weights is None else weights
+        if weights is not None and bags.single:
+            own = by_sample(weights, samples, features)
+        pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, own)
         if not bags.single:
             pooled = pooled.view(features, samples, dim).transpose(0, 1).reshape(-1, dim)
         pooled = pooled if bags.scale is None else pooled.mul_(bags.scale)
         return pooled.view(samples, features * dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         """Local gradients of all leaf rows, zero for those that only other ranks named."""
         bags, (samples, features) = ctx.bags, ctx.bags.shape
         gradient = gradient.reshape(samples * features, ctx.dim)
         gradient = gradient if bags.scale is None else gradient * bags.scale
-        return _row_gradient(bags, gradient), None
+        if ctx.saved_tensors:
+            bags = replace(bags, weights=ctx.saved_tensors[0])
+        rows = _row_gradient(bags, gradient) if ctx.needs_input_grad[0] else None
+        if ctx.leaf is None:
+            return rows, None, None
+        positions = bags.positions.index_select(0, bags.bag_of) if bags.single else bags.positions
+        products = ctx.leaf.index_select(0, positions) * gradient.index_select(0, bags.bag_of)
+        return rows, None, products.sum(1)
 
 
 def bags_of_one(bags: GroupBags) -> GroupBags:
@@ -288,6 +307,7 @@ class RowLookup(torch.autograd.Function):
         return tuple(leaf.index_select(0, at) for at in bags.positions.split(list(bags.counts)))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Local gradients of all leaf rows, zero for those that only other ranks named."""
         return _row_gradient(ctx.bags, torch.cat(gradients)), None

@@ -300,13 +300,22 @@ class CachedTables:
             flight.made.append(came)
             flight.sharded.append(came)
 
-    def pooled(self, flight: Flight, leaves: Sequence[Tensor], part: int = 0) -> Tensor:
+    def pooled(
+        self,
+        flight: Flight,
+        leaves: Sequence[Tensor],
+        part: int = 0,
+        weights: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """The bags of a step's micro-batch `part`, `[b, sum of widths]` in the order of the
-        features; differentiable in `leaves`, whose gradients are summed in the ids' order."""
-        found = [
-            PooledLookup.apply(leaf, bags)
-            for leaf, bags in zip(leaves, flight.lookups[part], strict=True)
-        ]
+        features; differentiable in `leaves`, whose gradients are summed in the ids' order, and in
+        `weights`, by feature, of ids of a batch that was planned without."""
+        found = []
+        for group, leaf, bags in zip(self.groups, leaves, flight.lookups[part], strict=True):
+            own = None
+            if weights is not None:
+                own = torch.cat([weights[feature] for feature in group.features]).to(leaf.dtype)
+            found.append(PooledLookup.apply(leaf, bags, own))
         return join_pooled(self.groups, found)
 
     def lookup(self, flight: Flight, leaves: Sequence[Tensor], part: int = 0) -> list[Tensor]:

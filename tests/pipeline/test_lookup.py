@@ -34,7 +34,7 @@ def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:
         own = leaf.clone().requires_grad_()
         bags = on_device(positions, [1] * 24 + [0] * (6 * features - 24), features, 9)
         assert bags.single == (features == 4)
-        pooled = PooledLookup.apply(own, bags).view(6, features, 16)
+        pooled = PooledLookup.apply(own, bags, None).view(6, features, 16)
         pooled[:, :4].cos().sum().backward()
         found.append((pooled[:, :4], own.grad))
         assert not pooled[:, 4:].any()
