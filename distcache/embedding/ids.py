@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -150,7 +151,7 @@ _DEPTH = 3
 
 
 class _Keys(list):
-    """The keys of a `KeyedJaggedTensor` that was read ahead, with the token of its plan.
+    """The keys of a `KeyedJaggedTensor` that was read, with a token by which it is recognised.
 
     `to` and `pin_memory` hand the list of keys on, so the copies carry the token too.
     """
@@ -159,6 +160,19 @@ class _Keys(list):
 
     def __reduce__(self) -> tuple:
         return list, (list(self),)
+
+
+_marking = threading.Lock()
+
+
+def _token_of(features: KeyedJaggedTensor) -> object:
+    """The token of `features`, the same for every collection that reads it, on its own thread."""
+    with _marking:
+        keys = features.keys()
+        if not isinstance(keys, _Keys):
+            features._keys = keys = _Keys(keys)
+            keys.token = object()
+    return keys.token
 
 
 @dataclass(frozen=True)
@@ -176,12 +190,6 @@ class ReadIds:
     samples: tuple[int, ...]
     versions: tuple[tuple[Tensor, int], ...]
     token: object
-
-    def mark(self) -> None:
-        """Let `source`, and the copies that `to` makes of it, be recognised."""
-        keys = _Keys(self.source.keys())
-        keys.token = self.token
-        self.source._keys = keys
 
     def is_of(self, features: KeyedJaggedTensor) -> bool:
         """Whether `features` is `source` or a copy of it, whatever has been done to it since."""
@@ -278,7 +286,7 @@ class IdReader:
             counts, taken = _keys(counts, strides, places)
         ids = ids if taken is None else ids[taken]
         joined = JaggedIds(self.lookups.features, ids, _offsets(counts), None)
-        return ReadIds(features, joined, taken, tuple(own), versions, object())
+        return ReadIds(features, joined, taken, tuple(own), versions, _token_of(features))
 
     def _places(self, keys: list[str]) -> list[int]:
         """Where each lookup's feature is among `keys`."""

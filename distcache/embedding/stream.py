@@ -16,9 +16,10 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.rendezvous import record_failure
@@ -40,11 +41,13 @@ log = logging.getLogger(__name__)
 
 def lookahead(
     batches: Iterable[T],
-    ebc: CachedCollection,
+    ebc: CachedCollection | nn.Module | Sequence[CachedCollection],
     accumulate: int = 1,
     ids: Callable[[T], KeyedJaggedTensor] | None = None,
-) -> Lookahead[T]:
+) -> Lookahead[T] | Together[T]:
     """Iterate over `batches`, planned ahead for `ebc`; called by all ranks.
+
+    `ebc`: a collection, several, or a module with some, which then are read ahead together.
 
     Reads L + P + 1 optimizer steps ahead (`lookahead` and `prefetch` of the collection; P with
     L = 0) and yields every batch as it is. Each must go through the model in this order; a batch
@@ -54,24 +57,35 @@ def lookahead(
     together. Raises ConfigError for a wrong argument, and what goes wrong with a batch (DataError,
     StepTooLargeError) at its turn.
     """
-    if not isinstance(ebc, CachedCollection):
-        raise ConfigError(
-            "lookahead(batches, ebc) takes one CachedEmbeddingBagCollection or "
-            f"CachedEmbeddingCollection, got {type(ebc).__name__}: put all tables of a model into "
-            "one collection (they may differ in width)"
-        )
-    if isinstance(batches, Lookahead | Epoch):
+    if isinstance(batches, Lookahead | Epoch | Together):
         raise ConfigError(
             "a look-ahead cannot read another look-ahead, whose batches are planned for the loop: "
-            "read ahead for one collection; the others plan each batch when it comes, with the "
-            "same result"
+            "give all collections to one, lookahead(batches, [ebc, other])"
         )
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
-    wanted = ebc.reader.lookups.features
+    found = _collections(ebc)
+    if len(found) > 1:
+        return Together(batches, found, lambda part, own: lookahead(part, own, accumulate, ids))
+    wanted = found[0].reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    read = functools.partial(Reader, batches, ebc.reader, find, accumulate)
-    return Lookahead(batches, ebc._member, read)
+    read = functools.partial(Reader, batches, found[0].reader, find, accumulate)
+    return Lookahead(batches, found[0]._member, read)
+
+
+def _collections(ebc: Any) -> list[CachedCollection]:
+    """The collections that a look-ahead was given, or those of a module."""
+    found = list(ebc.modules()) if isinstance(ebc, nn.Module) else ebc
+    if isinstance(ebc, nn.Module):
+        found = [module for module in found if isinstance(module, CachedCollection)]
+    several = isinstance(found, list | tuple) and len(found) == len({id(own) for own in found}) > 0
+    if not several or not all(isinstance(own, CachedCollection) for own in found):
+        raise ConfigError(
+            "lookahead(batches, ebc) takes a CachedEmbeddingBagCollection or "
+            "CachedEmbeddingCollection, a list of such, or a module that has some, got "
+            f"{type(ebc).__name__}"
+        )
+    return list(found)
 
 
 # -----------------------------------------------------------------------------
@@ -343,7 +357,6 @@ class Epoch(Generic[T]):
         if micro + 1 == len(ahead.reads):
             self._yielded = (position + 1, 0)
         self._pending.append((position, micro))
-        ahead.reads[micro].mark()
         return ahead.batches[micro]
 
     def replace(self) -> bool:
@@ -472,3 +485,131 @@ class Epoch(Generic[T]):
         self._source.close(limit_s)
         self._plans.clear()
         self._pending.clear()
+
+
+# -----------------------------------------------------------------------------
+# Several collections of one model, each with a look-ahead of its own over the same batches.
+
+
+class Shared(Generic[T]):
+    """Batches that several threads read, each at its own pace, pass after pass; each batch is
+    taken from the source once."""
+
+    def __init__(self, batches: Iterable[T], readers: int) -> None:
+        self.batches, self._lock = batches, threading.Lock()
+        self._passes = [0] * readers
+        self._sources: dict[int, Iterator[T]] = {}
+        self._waiting: dict[int, list[deque[T]]] = {}
+        self._errors: dict[int, Exception] = {}
+
+    def begin(self, reader: int) -> Iterator[T]:
+        """The next pass of a reader; those before it are over."""
+        with self._lock:
+            number = self._passes[reader]
+            self._passes[reader] += 1
+            if number not in self._sources:
+                self._sources[number] = iter(self.batches)
+                self._waiting[number] = [deque() for _ in self._passes]
+            for old in [old for old in self._sources if old + 1 < min(self._passes)]:
+                del self._sources[old], self._waiting[old]
+                self._errors.pop(old, None)
+        return self._read(reader, number)
+
+    def _read(self, reader: int, number: int) -> Iterator[T]:
+        while True:
+            with self._lock:
+                if number not in self._sources:
+                    return
+                waiting = self._waiting[number]
+                if not waiting[reader] and not self._take(number):
+                    return
+                batch = waiting[reader].popleft()
+            yield batch
+
+    def _take(self, number: int) -> bool:
+        """Take a batch of a pass for all readers; False at its end. What the source raises, all
+        readers raise at its turn."""
+        try:
+            if number in self._errors:
+                raise self._errors[number]
+            batch = next(self._sources[number])
+        except StopIteration:
+            return False
+        except Exception as error:
+            self._errors[number] = error
+            raise
+        for own in self._waiting[number]:
+            own.append(batch)
+        return True
+
+
+class Part(Generic[T]):
+    """What one reader of `Shared` batches has."""
+
+    def __init__(self, shared: Shared[T], reader: int) -> None:
+        self._shared, self._reader = shared, reader
+
+    def __iter__(self) -> Iterator[T]:
+        return self._shared.begin(self._reader)
+
+    def __len__(self) -> int:
+        return len(self._shared.batches)  # type: ignore[arg-type]
+
+
+def _next(epoch: Epoch[T]) -> list[T]:
+    """The next batch of an epoch; empty at its end."""
+    return list(itertools.islice(epoch, 1))
+
+
+class Together(Generic[T]):
+    """Batches that are planned ahead for several collections, epoch after epoch, as a `Lookahead`
+    does for one; made by `lookahead`.
+
+    With NCCL on several ranks the first one alone is read ahead, for nothing would fix the order in
+    which ranks issue the exchanges of several; the others plan each batch when it comes.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        collections: Sequence[CachedCollection],
+        ahead: Callable[[Iterable[T], CachedCollection], Any],
+    ) -> None:
+        """`ahead`: makes the look-ahead of one of them."""
+        self._batches, self._collections, self._ahead = batches, collections, ahead
+        self._parts: list[Lookahead[T]] = []
+        self._epoch: Iterator[T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        """Start an epoch, by all ranks; over an iterator, go on."""
+        if not self._parts:
+            world = self._collections[0].tables.world
+            alone = world.backend == "nccl" and world.size > 1
+            chosen = self._collections[: 1 if alone else None]
+            shared = Shared(self._batches, len(chosen))
+            self._parts = [self._ahead(Part(shared, at), own) for at, own in enumerate(chosen)]
+        elif isinstance(self._batches, Iterator) and self._epoch is not None:
+            return self._epoch
+        self._epoch = self._in_step([iter(part) for part in self._parts])
+        return self._epoch
+
+    def _in_step(self, epochs: list[Epoch[T]]) -> Iterator[T]:
+        while True:
+            batches = list(itertools.chain.from_iterable(map(_next, epochs)))
+            if len(batches) < len(epochs):
+                self._epoch = None
+                return
+            yield batches[0]
+
+    def __next__(self) -> T:
+        """The next batch of the current epoch."""
+        return next(self._epoch if self._epoch is not None else iter(self))
+
+    def __len__(self) -> int:
+        """Batches of an epoch, where they know how many they are."""
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Stop reading ahead; the collections go on from what their caches hold."""
+        for part in self._parts:
+            part.close()
