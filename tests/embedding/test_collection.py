@@ -345,8 +345,8 @@ def test_wrong_arguments_are_named(kind) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             cached(**settings)
-    with pytest.raises(ConfigError, match="CachedEmbeddingCollection, got list"):
-        lookahead([], [ebc])
+    with pytest.raises(ConfigError, match="CachedEmbeddingCollection, .*, got list"):
+        lookahead([], [ebc, model])
     with pytest.raises(ConfigError, match="accumulate=0"):
         lookahead([], ebc, accumulate=0)
     with pytest.raises(ConfigError, match="cannot read another look-ahead"):
