@@ -228,6 +228,20 @@ OPTIMIZERS = {
     "adagrad": (OptimizerSpec("adagrad", initial_accumulator=0.1), 0.005),
     "rowwise_adagrad": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1), 0.005),
     "adam": (OptimizerSpec("adam"), 0.005),
+    "momentum_sgd": (OptimizerSpec("momentum_sgd", weight_decay=0.01), 0.02),
+    "adamw": (OptimizerSpec("adamw"), 0.005),
+    "partial_rowwise_adam": (OptimizerSpec("partial_rowwise_adam"), 0.005),
+    "counted_adam": (OptimizerSpec("counted_adam", weight_decay=0.01), 0.005),
+    "ftrl": (OptimizerSpec("ftrl", l1=1e-4, l2=1e-3), 0.05),
+    "decoupled": (
+        OptimizerSpec(
+            "rowwise_adagrad",
+            initial_accumulator=0.1,
+            weight_decay=0.1,
+            decoupled_weight_decay=True,
+        ),
+        0.005,
+    ),
 }
 """A well-conditioned setting of each optimizer, and its learning rate."""
 
@@ -237,14 +251,13 @@ def check_against_trainer(
 ) -> None:
     """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
     drift of the trainer itself when it takes its samples in reverse."""
+    own = {key: value for key, value in vars(case.optimizer.rows()).items() if key != "lr"}
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
         feature_tables=tuple(case.readers[feature].name for feature in case.features),
         dense_lr=case.lr,
         embedding_lr=case.lr,
-        eps=case.optimizer.eps,
-        betas=case.optimizer.betas,
-        initial_accumulator=case.optimizer.initial_accumulator,
+        **own,
         pooling={spec.name: spec.pooling for spec in case.tables},
     )
     first, ours = (

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
 )
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
@@ -337,7 +338,11 @@ def build(
         device=torch.device("meta"),
     )
     # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
-    own, options = spec.optimizer, {"lr": 0.0}
+    own, options = spec.optimizer, dict[str, Any](lr=0.0)
+    rows = own.rows()
+    if own.name == "rowwise_adagrad" and rows.weight_decay:
+        mode = WeightDecayMode.DECOUPLE if rows.decoupled_weight_decay else WeightDecayMode.L2
+        options |= {"weight_decay": rows.weight_decay, "weight_decay_mode": mode}
     if own.name != "sgd":
         options["eps"] = own.eps
     if own.name == "adam":
@@ -425,7 +430,7 @@ def _write_initial(spec: HybridSpec, dmp: DistributedModelParallel) -> None:
         if spec.optimizer.name in ("adagrad", "rowwise_adagrad"):
             for state in states[table.name].values():
                 for shard in state.local_shards():
-                    shard.tensor.fill_(spec.optimizer.initial_accumulator)
+                    shard.tensor.fill_(spec.optimizer.initial_accumulator or 0.0)
 
 
 def gather_rows(tensor: ShardedTensor, start: int, stop: int, world: World) -> Tensor | None:
