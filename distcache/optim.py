@@ -232,9 +232,8 @@ class RowUpdate(ABC):
     def initial_state(self, dim: int) -> Tensor:
         """A new row's state, float64 `[S]`."""
         found = torch.zeros(self.state_width(dim), dtype=torch.float64)
-        found[self.state_columns(dim).get("sum", slice(0))] = getattr(
-            self, "initial_accumulator", 0.0
-        )
+        sums = self.state_columns(dim).get("sum", slice(0))
+        found[sums] = getattr(self, "initial_accumulator", 0.0)
         return found
 
     @property

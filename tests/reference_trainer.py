@@ -1,8 +1,9 @@
 """The independent trainer: plain PyTorch, one process, the global batch, whole tables.
 
 It shares no code with the package: `nn.EmbeddingBag` with sparse gradients, torch.optim, and what
-that lacks, from the papers and from FBGEMM's and TensorFlow's sources (`Lazy`). It takes the initial weights, a dense model and global batches, and gives
-the losses and final weights that every mode must reproduce up to summation order.
+that lacks, from the papers and from FBGEMM's and TensorFlow's sources (`Lazy`). It takes the
+initial weights, a dense model and global batches, and gives the losses and final weights that every
+mode must reproduce up to summation order.
 """
 
 from __future__ import annotations
