@@ -233,6 +233,7 @@ OPTIMIZERS = {
     "partial_rowwise_adam": (OptimizerSpec("partial_rowwise_adam"), 0.005),
     "counted_adam": (OptimizerSpec("counted_adam", weight_decay=0.01), 0.005),
     "ftrl": (OptimizerSpec("ftrl", l1=1e-4, l2=1e-3), 0.05),
+    "l2": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1, weight_decay=0.1), 0.005),
     "decoupled": (
         OptimizerSpec(
             "rowwise_adagrad",

@@ -480,7 +480,6 @@ def _hybrid(config: Config, device: str) -> Refusals:
         dims, key = [config.model.embedding_dim], "model.embedding_dim"
     optim, has = config.optim, ("sgd", "adagrad", "rowwise_adagrad", "adam")
     on_cpu = optim.name == "adam" and device == "cpu"
-    decays = bool(optim.weight_decay) and optim.name in has and optim.name != "rowwise_adagrad"
     return {
         **{
             f"{key}: width {dim} is not a multiple of 4, which fbgemm's kernels need: use "
@@ -493,8 +492,10 @@ def _hybrid(config: Config, device: str) -> Refusals:
         "GPU, or parallel=data": on_cpu,
         f"optim={optim.name}: parallel=hybrid has {', '.join(has)} of fbgemm's optimizers: use one "
         "of these, or parallel=data": optim.name not in has,
-        f"optim.weight_decay={optim.weight_decay} with optim={optim.name}: fbgemm's rows decay as "
-        "those of the other modes in rowwise_adagrad alone: use that, or parallel=data": decays,
+        f"optim.weight_decay={optim.weight_decay}: fbgemm's kernels for the CPU pass over it, and so "
+        "does sgd and adagrad on GPUs: leave it out, or use parallel=data": bool(
+            optim.weight_decay
+        ),
     }
 
 

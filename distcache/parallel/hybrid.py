@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
-    WeightDecayMode,
 )
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
@@ -338,11 +337,7 @@ def build(
         device=torch.device("meta"),
     )
     # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
-    own, options = spec.optimizer, dict[str, Any](lr=0.0)
-    rows = own.rows()
-    if own.name == "rowwise_adagrad" and rows.weight_decay:
-        mode = WeightDecayMode.DECOUPLE if rows.decoupled_weight_decay else WeightDecayMode.L2
-        options |= {"weight_decay": rows.weight_decay, "weight_decay_mode": mode}
+    own, options = spec.optimizer, {"lr": 0.0}
     if own.name != "sgd":
         options["eps"] = own.eps
     if own.name == "adam":

@@ -181,9 +181,10 @@ SAMPLE = {
     "sgd replicated static, adagrad replicated curve",
     2: "adam replicated auto, adam home window, adam sharded inline, adam mixed serial, "
     "adam mixed_home lru, sgd mixed_home window, adam replicated warm, adam sharded tail, "
-    "adam home given",
+    "adam home given, adamw mixed_home inline, partial_rowwise_adam home tail",
     3: "rowwise_adagrad replicated window, rowwise_adagrad home inline, adagrad sharded window, "
-    "rowwise_adagrad sharded serial, rowwise_adagrad mixed lru, rowwise_adagrad mixed_home whole",
+    "rowwise_adagrad sharded serial, rowwise_adagrad mixed lru, rowwise_adagrad mixed_home whole, "
+    "ftrl home window, counted_adam sharded lru, decoupled mixed serial",
 }
 
 
