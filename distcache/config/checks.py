@@ -492,9 +492,9 @@ def _hybrid(config: Config, device: str) -> Refusals:
         "GPU, or parallel=data": on_cpu,
         f"optim={optim.name}: parallel=hybrid has {', '.join(has)} of fbgemm's optimizers: use one "
         "of these, or parallel=data": optim.name not in has,
-        f"optim.weight_decay={optim.weight_decay}: fbgemm's kernels for the CPU pass over it, and so "
-        "does sgd and adagrad on GPUs: leave it out, or use parallel=data": bool(
-            optim.weight_decay
+        f"optim.weight_decay={optim.weight_decay}: fbgemm's sgd and adagrad, and on the CPU its "
+        "rowwise_adagrad, pass over it: leave it out, or use parallel=data": (
+            bool(optim.weight_decay)
         ),
     }
 

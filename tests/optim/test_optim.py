@@ -126,6 +126,58 @@ def test_equal_to_torch_over_random_rows(name, seed, count, dim):
         torch.testing.assert_close(state[:, columns], expected, rtol=1e-14, atol=1e-15)
 
 
+TWINS = {
+    "sgd_apart": (torch.optim.SGD, {"weight_decay": 0.2}),
+    "momentum_sgd": (torch.optim.SGD, {"momentum": 0.8}),
+    "momentum_sgd_l2": (torch.optim.SGD, {"momentum": 0.8, "weight_decay": 0.2}),
+    "adagrad_l2": (
+        torch.optim.Adagrad,
+        {"eps": EPS, "initial_accumulator_value": INITIAL, "weight_decay": 0.2},
+    ),
+    "counted_adam": (torch.optim.Adam, {"betas": BETAS, "eps": 1e-3}),
+    "counted_adam_l2": (torch.optim.Adam, {"betas": BETAS, "eps": EPS, "weight_decay": 0.2}),
+    "partial_rowwise_adam": (torch.optim.Adam, {"betas": BETAS, "eps": 1e-3}),
+    "partial_rowwise_adam_apart": (
+        torch.optim.AdamW,
+        {"betas": BETAS, "eps": EPS, "weight_decay": 0.2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_on_rows_of_one_element_that_are_all_named_it_is_torchs_dense_one(name):
+    kind, settings = TWINS[name]
+    generator, count, optimizer = torch.Generator().manual_seed(3), 9, spec(name)
+    weight = torch.randn(count, 1, generator=generator, dtype=torch.float64)
+    parameter, state = nn.Parameter(weight.clone()), new_state(optimizer, count, 1)
+    theirs = kind([parameter], lr=LR, **settings)
+    for step in range(1, 8):
+        gradient = torch.randn(count, 1, generator=generator, dtype=torch.float64)
+        parameter.grad = gradient.clone()
+        theirs.step()
+        apply_rows(optimizer, weight, state, torch.arange(count), gradient, LR, step)
+    torch.testing.assert_close(weight, parameter.detach(), rtol=1e-13, atol=1e-14)
+
+
+def test_ftrl_by_hand():
+    """Two steps of one weight, from TensorFlow's formula; at a rate of 0 nothing moves."""
+    optimizer, weight = Ftrl(0.5, 0.1, 0.25, -0.5, 0.0), torch.tensor([[2.0]], dtype=torch.float64)
+    state, found = new_state(optimizer, 1, 1), []
+    for step, (gradient, lr) in enumerate([(3.0, 0.5), (-4.0, 0.5), (7.0, 0.0)], 1):
+        gradient = torch.full((1, 1), gradient, dtype=torch.float64)
+        apply_rows(optimizer, weight, state, torch.tensor([0]), gradient, lr, step)
+        found.append([*weight[0].tolist(), *state[0].tolist()])
+    first = (-0.1 + 9) / (3 / 0.5 + 0.5)  # sum = 9, linear = 3 - 3 / 0.5 2 = -9
+    linear = -9 - 4 - (5 - 3) / 0.5 * first
+    second = (-0.1 - linear) / (5 / 0.5 + 0.5)
+    assert found[0] == pytest.approx([first, 9, -9], rel=1e-14)
+    assert found[1] == pytest.approx([second, 25, linear], rel=1e-14)
+    assert found[2] == found[1]
+    small = Ftrl(0.5, 100.0)
+    apply_rows(small, weight, new_state(small, 1, 1), torch.tensor([0]), weight + 1, 0.5, 1)
+    assert weight.item() == 0.0
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dim", [1, 3, 5, 16, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
