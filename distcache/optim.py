@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -448,6 +448,28 @@ def row_update(name: str, lr: float = 0.0, **settings: Any) -> RowUpdate:
         raise ConfigError(f"optim={name!r} is not {', '.join(ROW_UPDATES)}")
     own = {field.name for field in fields(kind)}
     return kind(lr, **{key: value for key, value in settings.items() if key in own})
+
+
+def by_table(
+    optimizer: RowUpdate | Mapping[str, RowUpdate], tables: Sequence[str]
+) -> list[RowUpdate]:
+    """The row optimizer of each table, of one for all or of a mapping by name.
+
+    Raises ConfigError where some table has none, or where they differ in more than `lr` and
+    `weight_decay`.
+    """
+    if isinstance(optimizer, RowUpdate):
+        return [optimizer] * len(tables)
+    if set(optimizer) != set(tables):
+        raise ConfigError(f"optimizers of tables {sorted(optimizer)}, not {sorted(tables)}")
+    found = [optimizer[name] for name in tables]
+    for name, own in zip(tables, found, strict=True):
+        if replace(own, lr=found[0].lr, weight_decay=found[0].weight_decay) != found[0]:
+            raise ConfigError(
+                f"table {name!r} has {own}, and {tables[0]!r} has {found[0]}: the tables of a "
+                "collection differ in lr and weight_decay alone; make a collection for each"
+            )
+    return found
 
 
 def apply_rows(

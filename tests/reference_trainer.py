@@ -24,8 +24,8 @@ class Settings:
     """Optimizer and pooling.
 
     `feature_tables`: the table of each feature, in feature order; `pooling`: by table name, others
-    are sums; `reverse`: take the samples of each batch, and the ids of each bag, from last to
-    first (what changes then is rounding alone).
+    are sums; `by_table`: other settings of the rows of a table; `reverse`: take the samples of each
+    batch, and the ids of each bag, from last to first (what changes then is rounding alone).
     """
 
     optimizer: str
@@ -42,6 +42,7 @@ class Settings:
     l2: float = 0.0
     lr_power: float = -0.5
     pooling: Mapping[str, str] = field(default_factory=dict)
+    by_table: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     reverse: bool = False
 
 
@@ -193,13 +194,16 @@ def train(
         )
         for name, weight in tables.items()
     }
-    result, both = Trained(), optimizers(settings, model, bags)
+    result, every = Trained(), [optimizers(settings, model, bags)[0]]
+    for name, bag in bags.items():
+        own = replace(settings, **settings.by_table.get(name, {}))
+        every.append(optimizers(own, model, {name: bag})[1])
     for batch in batches:
         loss = functional.binary_cross_entropy_with_logits(*logits_of(batch, settings, model, bags))
-        for optimizer in both:
+        for optimizer in every:
             optimizer.zero_grad()
         loss.backward()
-        for optimizer in both:
+        for optimizer in every:
             optimizer.step()
         result.losses.append(loss.item())
     result.tables = {name: bag.weight.detach() for name, bag in bags.items()}

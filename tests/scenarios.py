@@ -248,10 +248,15 @@ OPTIMIZERS = {
 
 
 def check_against_trainer(
-    case: Scenario, start: Outcome, found: Outcome, weights: float | None = None
+    case: Scenario,
+    start: Outcome,
+    found: Outcome,
+    weights: float | None = None,
+    by_table: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
-    drift of the trainer itself when it takes its samples in reverse."""
+    drift of the trainer itself when it takes its samples in reverse; `by_table`: as of its
+    settings."""
     own = {key: value for key, value in vars(case.optimizer.rows()).items() if key != "lr"}
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
@@ -259,6 +264,7 @@ def check_against_trainer(
         dense_lr=case.lr,
         embedding_lr=case.lr,
         **own,
+        by_table=by_table or {},
         pooling={spec.name: spec.pooling for spec in case.tables},
     )
     first, ours = (

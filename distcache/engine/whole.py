@@ -81,7 +81,7 @@ def make_rows(
     caches: list[DeviceCache] = []
     make = partial(_make_caches, world, groups, regions, update, settings)
     together(world, lambda: caches.extend(make()))
-    common = (update, link, streams, settings.prefetch)
+    common = (link, streams, settings.prefetch)
     return [
         GroupRows(group, cache, store, *common, count)
         for group, cache, store, count in zip(groups, caches, stores, regions, strict=True)

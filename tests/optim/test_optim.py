@@ -30,6 +30,7 @@ from distcache.optim import (
     PartialRowWiseAdam,
     RowWiseAdagrad,
     apply_rows,
+    by_table,
     dense_optimizer,
     load_state,
     masked_step,
@@ -247,6 +248,17 @@ def test_blocks_and_slots_change_no_bit(name, monkeypatch):
 def test_settings_are_checked(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_tables_differ_in_rate_and_decay_alone():
+    own = {"a": Adam(0.1), "b": Adam(0.2, weight_decay=0.1)}
+    assert by_table(own, ["b", "a"]) == [own["b"], own["a"]]
+    assert by_table(SGD(0.1), ["a", "b"]) == [SGD(0.1)] * 2
+    with pytest.raises(ConfigError, match=r"optimizers of tables \['a', 'b'\], not \['a'\]"):
+        by_table(own, ["a"])
+    for other in (Adam(0.1, eps=1e-3), AdamW(0.1)):
+        with pytest.raises(ConfigError, match=r"table 'b' has Adam.* and 'a' has Adam.* alone"):
+            by_table({"a": Adam(0.1), "b": other}, ["a", "b"])
 
 
 def test_settings_are_values():
