@@ -196,7 +196,7 @@ class Ours(KernelContender):
         super().__init__(name, options, optimizer, *more)
         weight, device = more[0], self.device
         self._body: Any = reference if name == "reference" else ops.triton_bodies()
-        self._update = row_update(optimizer, LR, EPS, BETAS)
+        self._update = row_update(optimizer, LR, eps=EPS, betas=BETAS)
         self._slots = slots_of(options)
         self._weight = torch.empty_like(weight).index_copy_(0, self._slots, weight).to(device)
         width = self._update.state_width(options.width)

@@ -395,7 +395,7 @@ def fit(
     another number of ranks that bring the same global batches.
     `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s. `model(dense [b, F], pooled
     [b, sum of widths]) -> logits [b]`; all ranks start from rank 0's weights. `parallel`: `data`,
-    `resident`, `host` or `hybrid`; `optimizer`: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`.
+    `resident`, `host` or `hybrid`; `optimizer`: a value of the key `optim`.
     `eval_loader`: held-out items, all of them (or `trainer.eval_steps` each time), at the end and
     every `trainer.eval_every` steps. `settings`: keys of the command line, such as
     `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`, but not what the arguments say (mode and

@@ -241,11 +241,10 @@ class _Loop:
         for path, collection in self._collections.items():
             collection.tables.require_between_steps("saving")
             collection.tables.settle_steps()
-            own, group = collection.tables, dict(collection.optimizer.param_groups[0])
-            del group["params"]
+            own, groups = collection.tables, collection.optimizer.settings()
             steps = {table.name: n for table, n in zip(own.tables, own.counts, strict=True)}
-            of_rows = {"steps": steps, "group": group}
-            found[f"rows.{path}"] = _packed("the group of a collection's optimizer", of_rows)
+            of_rows = {"steps": steps, "groups": groups}
+            found[f"rows.{path}"] = _packed("the groups of a collection's optimizer", of_rows)
         for at, optimizer in enumerate(self._optimizers):
             found[f"optimizer.{at}"] = _packed(f"optimizers[{at}]", optimizer.state_dict())
         for key, value in extra.items():
@@ -275,7 +274,7 @@ class _Loop:
         for path, collection in self._collections.items():
             found, tables = own[f"rows.{path}"], collection.tables
             tables.counts = [found["steps"][table.name] for table in tables.tables]
-            collection.optimizer.param_groups[0].update(found["group"])
+            collection.optimizer.take_settings(found["groups"])
         for at, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(own[f"optimizer.{at}"])
         if "random" in own:

@@ -228,23 +228,43 @@ OPTIMIZERS = {
     "adagrad": (OptimizerSpec("adagrad", initial_accumulator=0.1), 0.005),
     "rowwise_adagrad": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1), 0.005),
     "adam": (OptimizerSpec("adam"), 0.005),
+    "momentum_sgd": (OptimizerSpec("momentum_sgd", weight_decay=0.01), 0.02),
+    "adamw": (OptimizerSpec("adamw"), 0.005),
+    "partial_rowwise_adam": (OptimizerSpec("partial_rowwise_adam"), 0.005),
+    "counted_adam": (OptimizerSpec("counted_adam", weight_decay=0.01), 0.005),
+    "ftrl": (OptimizerSpec("ftrl", l1=1e-4, l2=1e-3), 0.05),
+    "l2": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1, weight_decay=0.1), 0.005),
+    "decoupled": (
+        OptimizerSpec(
+            "rowwise_adagrad",
+            initial_accumulator=0.1,
+            weight_decay=0.1,
+            decoupled_weight_decay=True,
+        ),
+        0.005,
+    ),
 }
 """A well-conditioned setting of each optimizer, and its learning rate."""
 
 
 def check_against_trainer(
-    case: Scenario, start: Outcome, found: Outcome, weights: float | None = None
+    case: Scenario,
+    start: Outcome,
+    found: Outcome,
+    weights: float | None = None,
+    by_table: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
-    drift of the trainer itself when it takes its samples in reverse."""
+    drift of the trainer itself when it takes its samples in reverse; `by_table`: as of its
+    settings."""
+    own = {key: value for key, value in vars(case.optimizer.rows()).items() if key != "lr"}
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
         feature_tables=tuple(case.readers[feature].name for feature in case.features),
         dense_lr=case.lr,
         embedding_lr=case.lr,
-        eps=case.optimizer.eps,
-        betas=case.optimizer.betas,
-        initial_accumulator=case.optimizer.initial_accumulator,
+        **own,
+        by_table=by_table or {},
         pooling={spec.name: spec.pooling for spec in case.tables},
     )
     first, ours = (

@@ -412,10 +412,13 @@ def _model(model: ModelConfig, data: DataConfig) -> Refusals:
 
 def _optim(optim: OptimConfig) -> Refusals:
     two = len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas)
-    zero = optim.name == "adam" or (optim.name != "sgd" and optim.initial_accumulator == 0)
+    zero = "adam" in optim.name or ("adagrad" in optim.name and not optim.initial_accumulator)
     inside = optim.decay_steps > 0 and optim.decay_start < optim.warmup_steps
     return {
         f"optim.betas={optim.betas}: give two numbers in [0, 1)": not two,
+        f"optim.lr_power={optim.lr_power}: give a number from -1 on, below 0": (
+            not -1 <= optim.lr_power < 0
+        ),
         f"optim.eps=0 divides by zero in {optim.name} where a gradient is zero: give 1e-8": (
             optim.eps == 0 and zero
         ),
@@ -475,7 +478,8 @@ def _hybrid(config: Config, device: str) -> Refusals:
     dims, key = config.model.table_dims, "model.table_dims"
     if dims is None:
         dims, key = [config.model.embedding_dim], "model.embedding_dim"
-    on_cpu = config.optim.name == "adam" and device == "cpu"
+    optim, has = config.optim, ("sgd", "adagrad", "rowwise_adagrad", "adam")
+    on_cpu = optim.name == "adam" and device == "cpu"
     return {
         **{
             f"{key}: width {dim} is not a multiple of 4, which fbgemm's kernels need: use "
@@ -486,6 +490,12 @@ def _hybrid(config: Config, device: str) -> Refusals:
         "trainer.dtype=float32, or parallel=data": config.trainer.dtype == "float64",
         "optim=adam: fbgemm has no Adam on the CPU: use optim=sgd, adagrad or rowwise_adagrad, a "
         "GPU, or parallel=data": on_cpu,
+        f"optim={optim.name}: parallel=hybrid has {', '.join(has)} of fbgemm's optimizers: use one "
+        "of these, or parallel=data": optim.name not in has,
+        f"optim.weight_decay={optim.weight_decay}: fbgemm's sgd and adagrad, and on the CPU its "
+        "rowwise_adagrad, pass over it: leave it out, or use parallel=data": (
+            bool(optim.weight_decay)
+        ),
     }
 
 

@@ -190,11 +190,18 @@ class ParallelConfig:
     """`hybrid`; `auto`: by TorchRec's planner."""
 
 
+OPTIMIZERS = (
+    *("sgd", "momentum_sgd", "adagrad", "rowwise_adagrad"),
+    *("adam", "adamw", "partial_rowwise_adam", "counted_adam", "ftrl"),
+)
+"""The names in `distcache.optim`."""
+
+
 @dataclass
 class OptimConfig:
     """Group `optim`: the same values in every mode, whatever a library's default."""
 
-    name: str = choice("sgd", "adagrad", "rowwise_adagrad", "adam", default=MISSING)
+    name: str = choice(*OPTIMIZERS, default=MISSING)
     dense_lr: float = least(0, 0.1)
     """Learning rate of the dense parameters."""
     embedding_lr: float = least(0, 0.1)
@@ -203,8 +210,22 @@ class OptimConfig:
     """Added to the denominator (Adagrad, row-wise Adagrad, Adam)."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Adam's decay rates."""
-    initial_accumulator: float = least(0, 0.0)
-    """Initial value of Adagrad's sum of squares."""
+    initial_accumulator: float | None = least(0, None)
+    """Initial value of the sum of squares of Adagrad (null: 0) and FTRL (0.1)."""
+    weight_decay: float | None = only_of(None, *OPTIMIZERS[:-1], least=0)
+    """Decay of the dense weights, and of rows once in each step that names them; null: 0.01 for
+    `adamw`, else 0."""
+    decoupled_weight_decay: bool | None = only_of(None, *OPTIMIZERS[:-1])
+    """Weights decay beside the gradient, by rate x `weight_decay`, instead of within it (L2); null:
+    for `adamw`."""
+    momentum: float = only_of(0.9, "momentum_sgd", share="[0, 1)")
+    """What is kept of a momentum in a step."""
+    l1: float = only_of(0.0, "ftrl", least=0)
+    """Sums of gradients (`linear`) below it give weights of 0."""
+    l2: float = only_of(0.0, "ftrl", least=0)
+    """Pulls weights to 0, in the denominator."""
+    lr_power: float = only_of(-0.5, "ftrl")
+    """Exponent of the fall of rates as squares add up, from -1 on, below 0."""
     warmup_steps: int = least(0, 0)
     """Steps of linear warm-up from 0 to the full rate."""
     decay_start: int = least(0, 0)

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from distcache.engine.tracing import tracing
 from distcache.engine.whole import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.layout import group_tables
-from distcache.optim import RowUpdate
+from distcache.optim import RowUpdate, by_table
 from distcache.store.table_files import (
     Stored,
     find_weights,
@@ -135,15 +136,31 @@ class RowOptimizer(torch.optim.Optimizer):
 
     One parameter `[U, D]` for each width of table: the distinct rows of the step's global batch,
     whose `.grad` is the gradient to apply, the same on every rank, once the last backward pass of
-    the step is over. `param_groups[0]["lr"]` is the rate. `step()` changes the cached rows; a
-    step without gradients changes nothing and does not count.
+    the step is over. `param_groups[0]` has the rate, `lr`, and `weight_decay`; where tables have
+    their own, there is one group for each, in the order of tables, and the parameters, which are of
+    all tables, are those of the first. `step()` changes the cached rows; a step without gradients
+    changes nothing and does not count.
     """
 
     def __init__(self, member: Membership, recipe: Recipe) -> None:
         """The optimizer of the tables that `member` has or will have, of `recipe`."""
         self._member, self._update = member, recipe.update
-        super().__init__(recipe.leaves, {"lr": self._update.lr})
+        names = [spec.name for spec in recipe.lookups.specs]
+        self._named = [[name] for name in names] if recipe.by_table else [names]
+        kinds = recipe.updates[: len(self._named)]
+        groups = [{"lr": own.lr, "weight_decay": own.weight_decay, "params": []} for own in kinds]
+        groups[0]["params"] = recipe.leaves
+        self.param_groups: list[dict[str, Any]] = []
+        super().__init__(groups, {})
         self.param_groups[0]["params"] = recipe.leaves  # whose members each step changes
+
+    def _updates(self) -> list[RowUpdate]:
+        """The optimizer of each table, with its rate."""
+        found = []
+        for names, group in zip(self._named, self.param_groups, strict=True):
+            own = {key: float(group[key]) for key in ("lr", "weight_decay")}
+            found += [replace(self._update, **own)] * len(names)
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -155,7 +172,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._member.tables.apply(float(self.param_groups[0]["lr"]))
+        self._member.tables.apply(self._updates())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -166,7 +183,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the group that the optimizer is made with; raises ConfigError for another."""
-        if self.param_groups:
+        if len(self.param_groups) == len(self._named):
             raise ConfigError("a RowOptimizer has the rows of its collection and no other group")
         super().add_param_group(param_group)
 
@@ -182,8 +199,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
         `state[table]`: `step` (steps applied) and views of the store named as in torch.optim
         (`sum` `[rows, D]` or `[rows, 1]`; `exp_avg`, `exp_avg_sq`), which change as training goes
-        on (copies, on several nodes); `param_groups[0]`: `lr` and what schedulers keep, `params`
-        the table names.
+        on (copies, on several nodes); `param_groups`: `lr`, `weight_decay` and what schedulers
+        keep, `params` the table names.
         """
         tables = self._member.tables
         state: dict[str, dict[str, Any]] = {}
@@ -192,8 +209,25 @@ class RowOptimizer(torch.optim.Optimizer):
             for name, columns in self._update.state_columns(spec.dim).items():
                 if values is not None:
                     state[tables.tables[index].name][name] = values[:, columns]
-        group = {key: value for key, value in self.param_groups[0].items() if key != "params"}
-        return {"state": state, "param_groups": [{**group, "params": list(state)}]}
+        pairs = zip(self.settings(), self._named, strict=True)
+        return {
+            "state": state,
+            "param_groups": [{**group, "params": list(names)} for group, names in pairs],
+        }
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Of each group of parameters all but these."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+    def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take what `settings` gave."""
+        if len(groups) != len(self.param_groups):
+            raise ConfigError(
+                f"{len(groups)} param_groups, but this optimizer has {len(self.param_groups)}: one "
+                "for each table where their rates differ, when the collection is made"
+            )
+        for group, found in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in found.items() if k != "params"})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; called by all ranks.
@@ -221,8 +255,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 parts.append((index, at, state[table.name][name]))
         tables.replace(parts, is_state=True)
         tables.counts = [int(state[name]["step"]) for name in names]
-        group = {k: v for k, v in state_dict["param_groups"][0].items() if k != "params"}
-        self.param_groups[0].update(group)
+        self.take_settings(state_dict["param_groups"])
 
 
 def clip_grad_norm_(
@@ -289,17 +322,19 @@ class CachedCollection(nn.Module):
         self,
         tables: Sequence[Any],
         device: torch.device | str | None,
-        optimizer: RowUpdate,
+        optimizer: RowUpdate | Mapping[str, RowUpdate],
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         settings: dict[str, Any],
     ) -> None:
         """What `__init__` does after nn.Module's; raises what the collections say of theirs."""
         name = type(self).__name__
-        if not isinstance(optimizer, RowUpdate):
+        kinds = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+        if not all(isinstance(kind, RowUpdate) for kind in kinds):
             raise ConfigError(
                 f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, "
-                "RowWiseAdagrad, Adam with its settings, such as distcache.optim.Adagrad(lr=0.01)"
+                "RowWiseAdagrad, Adam ... with its settings, such as "
+                "distcache.optim.Adagrad(lr=0.01), or {table: one} for each table"
             )
         check_names(settings, name)
         if not timeout_s > 0:
@@ -311,7 +346,8 @@ class CachedCollection(nn.Module):
             torch.zeros(0, lookups.specs[at].dim, dtype=chosen.dtype, device=where).requires_grad_()
             for at, *_ in group_tables(lookups.specs)
         ]
-        recipe = Recipe(configs, lookups, optimizer, chosen, where, name, self._pooled, leaves)
+        updates = by_table(optimizer, [spec.name for spec in lookups.specs])
+        recipe = Recipe(configs, lookups, updates, chosen, where, name, self._pooled, leaves)
         recipe.check_sizes()
         self._recipe = recipe
         self.reader = IdReader(recipe.lookups, self._pooled)
@@ -645,17 +681,17 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,
-        optimizer: RowUpdate,
+        optimizer: RowUpdate | Mapping[str, RowUpdate],
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
         **settings: Any,
     ) -> None:
         """`tables`, `is_weighted`, `device` as in TorchRec; the device does not change later.
 
-        `optimizer`: `distcache.optim.SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam`, with its
-        settings. `process_group`: whose ranks train together (all, where torch.distributed is
-        initialised; else this process alone); groups of its own are made from it. `timeout_s`:
-        longest wait for another rank, seconds.
+        `optimizer`: one of `distcache.optim`, with its settings, or one for each table by name,
+        which differ in `lr` and `weight_decay` alone. `process_group`: whose ranks train together
+        (all, where torch.distributed is initialised; else this process alone); groups of its own
+        are made from it. `timeout_s`: longest wait for another rank, seconds.
 
         Settings by keyword: at most one of `rows` (slots per rank over all tables), `ratio` (of
         each width's rows) and `bytes` (default: 1.5 % of them, at least 32 MiB); `lookahead="auto"`
@@ -730,7 +766,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         device: torch.device | str | None = None,
         need_indices: bool = False,
         *,
-        optimizer: RowUpdate,
+        optimizer: RowUpdate | Mapping[str, RowUpdate],
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
         **settings: Any,

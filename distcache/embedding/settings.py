@@ -149,18 +149,28 @@ def library_words() -> Iterator[None]:
 @dataclass(frozen=True)
 class Recipe:
     """All that a collection knows of its tables before its ranks: configs as TorchRec has them,
-    lookups, optimizer and settings; `name`: of the collection, for messages; `pooled`: whether
-    bags come out, rather than the row of every id."""
+    lookups, the optimizer of each table, and settings; `name`: of the collection, for messages;
+    `pooled`: whether bags come out, rather than the row of every id."""
 
     configs: list[Any]
     lookups: Lookups
-    update: RowUpdate
+    updates: list[RowUpdate]
     settings: CacheSettings
     device: torch.device
     name: str
     pooled: bool
     leaves: list[Tensor]
     """The parameters of the optimizer: `[U, D]` for each width of table, empty before a step."""
+
+    @property
+    def update(self) -> RowUpdate:
+        """The optimizer, as far as all tables have the same."""
+        return self.updates[0]
+
+    @property
+    def by_table(self) -> bool:
+        """Whether tables have rates, or weight decay, of their own."""
+        return len(set(self.updates)) > 1
 
     @property
     def request(self) -> CacheRequest:

@@ -31,7 +31,7 @@ from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
 from distcache.embedding.settings import Recipe, library_words
 from distcache.engine.groups import TableSettings
-from distcache.engine.movement import GroupRows, RowChoice
+from distcache.engine.movement import GroupRows
 from distcache.engine.planning import planner_threads
 from distcache.engine.step import (
     APPLY,
@@ -44,10 +44,11 @@ from distcache.engine.step import (
     StageClock,
     record,
 )
-from distcache.engine.tables import CachedTables, StepRows
+from distcache.engine.tables import CachedTables, Owners, StepRows, choices_of
 from distcache.engine.whole import Part
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
+from distcache.optim import RowUpdate
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
@@ -112,7 +113,7 @@ class OpenStep:
         self._backed: set[int] = set()
         self.reduced = False
         self.finite: Tensor | None = None
-        self.choices: list[list[RowChoice]] = []
+        self.owners: list[Owners | None] = []
         self._task = -1
         self._take(leaves)
 
@@ -302,6 +303,7 @@ class CollectionTables:
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
         own: dict[str, Any] = {"the collection": recipe.name, "the features": lookups.features}
         own |= {"the order of tables": [table.name for table in tables], "optimizer": update}
+        own |= {"optimizers": recipe.updates if recipe.by_table else None}
         own |= {f"table {table.name!r}": table for table in tables}
         own |= {f.name: getattr(settings, f.name) for f in fields(settings)}
         for where in ("statistics", "cluster"):
@@ -329,7 +331,7 @@ class CollectionTables:
             parts = (world, tables, features, update, engine)
             self.engine = CachedTables(*parts, popularity, self._checked)
         self.current: OpenStep | None = None
-        self.counts = [0] * len(self.tables)
+        self.counts, self._by_table = [0] * len(self.tables), recipe.by_table
         self.skipped = 0
         self.whole = self.engine.whole_tables
         self._frozen_of_all: Callable[[], Tensor] | None = None
@@ -502,13 +504,13 @@ class CollectionTables:
             if size > 1 and self.settings.gradient_reduction == "mean":
                 for gradient in sums.tensors():
                     gradient.mul_(1.0 / size)
-            step.choices = []
+            step.owners = [None] * len(engine.groups)
             for group, trains in enumerate(step.trains):
-                counts = [
-                    0 if table in step.frozen else self.counts[table] + 1
-                    for table in engine.groups[group].tables
-                ]
-                step.choices.append(step.view.choices(group, sums, counts) if trains else [])
+                tables = engine.groups[group].tables
+                frozen = [table in step.frozen for table in tables]
+                alike = len({self.counts[table] for table in tables}) == 1 and not any(frozen)
+                if trains and (not alike or (self._by_table and len(tables) > 1)):
+                    step.owners[group] = step.view.owners(group, sums, frozen)
             if step.view.guard is not None or self.settings.on_nonfinite != "off":
                 step.finite = step.view.all_finite(sums)
         engine.streams.after(COMPUTE, (flight.after,))
@@ -517,8 +519,9 @@ class CollectionTables:
         step.view.take(sums, step.finite)
 
     @torch.no_grad()
-    def apply(self, lr: float) -> None:
-        """One optimizer step on the rows of the current step, if it has gradients.
+    def apply(self, updates: Sequence[RowUpdate]) -> None:
+        """One optimizer step on the rows of the current step, if it has gradients. `updates`: of
+        each table, with its rate.
 
         Raises NonFiniteLossError with `on_nonfinite="stop"`, once it is known that the gradients of
         a step were not finite; nothing was applied since.
@@ -536,6 +539,14 @@ class CollectionTables:
             return
         counted = tuple(sorted(set(range(len(self.counts))) - step.frozen))
         engine, streams = self.engine, self.engine.streams
+        kinds = [
+            None if table in step.frozen else (update, self.counts[table] + 1)
+            for table, update in enumerate(updates)
+        ]
+        choices = [
+            choices_of(owners, [kinds[table] for table in group.tables])
+            for owners, group in zip(step.owners, engine.groups, strict=True)
+        ]
         if on == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
@@ -544,7 +555,7 @@ class CollectionTables:
         flight.after = streams.mark(COMPUTE)
         with engine.whole:
             with engine.stage(APPLY, flight):
-                engine.apply(flight, step.view.sums(), lr, step.choices, enabled)
+                engine.apply(flight, step.view.sums(), choices, enabled)
             engine.return_rows(flight)
             streams.after(COMPUTE, (flight.after,))
         for table in counted:

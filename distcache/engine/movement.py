@@ -165,9 +165,10 @@ class MoveCounts:
 
 
 class RowChoice(NamedTuple):
-    """Rows of a group that are updated as step `count` of their tables: places in the `replicated`
-    and `sharded` sums of the step, int64 on the CPU (None: all)."""
+    """Rows of a group that are updated by `update`, at its rate, as step `count` of their tables:
+    places in the `replicated` and `sharded` sums of the step, int64 on the CPU (None: all)."""
 
+    update: RowUpdate
     count: int
     replicated: Tensor | None = None
     sharded: Tensor | None = None
@@ -184,7 +185,6 @@ class GroupRows:
         group: TableGroup,
         cache: DeviceCache,
         store: RowStore | None,
-        update: RowUpdate,
         link: Link,
         streams: Streams,
         prefetch: int,
@@ -193,7 +193,7 @@ class GroupRows:
         """`prefetch`: P, which bounds the steps whose rows lie in staging buffers; `slots`: of the
         cache, by region."""
         self.group, self.cache, self.store, self.slots = group, cache, store, slots
-        self.update, self.link, self.streams = update, link, streams
+        self.link, self.streams = link, streams
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
         self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
@@ -334,7 +334,6 @@ class GroupRows:
         plan: StepPlan,
         where: StepPlan,
         sums: tuple[Tensor | None, Tensor | None],
-        lr: float,
         choice: RowChoice,
         enabled: Tensor | None,
     ) -> None:
@@ -353,29 +352,30 @@ class GroupRows:
                 parts, slots = cache.part(home), slots[mine] - home.start
                 changed = changed if choice.replicated is None else changed[mine]
             to = (slots, changed, choice.replicated)
-            self._update(parts, to, replicated, (lr, choice.count), enabled)
+            self._update(parts, to, replicated, choice, enabled)
         shard, there = plan.shard, where.shard
         if own is not None and shard is not None and there is not None:
             home = self.slots.own_sharded
             to = (there.slots - home.start, shard.slots, choice.sharded)
-            self._update(cache.part(home), to, own, (lr, choice.count), enabled)
+            self._update(cache.part(home), to, own, choice, enabled)
 
     def _update(
         self,
         parts: tuple[Tensor, Tensor | None],
         to: tuple[Tensor, Tensor, Tensor | None],
         gradient: Tensor,
-        update: tuple[float, int],
+        choice: RowChoice,
         enabled: Tensor | None,
     ) -> None:
         """Update rows of `parts`, weights and state. `to`: their places there, the slots that are
-        dirty then, on the CPU, and which of both (None: all); `update`: rate and step."""
+        dirty then, on the CPU, and which of both (None: all)."""
         places, changed, only = to
         if only is not None:
             there = only.to(places.device)
             places, gradient = places.index_select(0, there), gradient.index_select(0, there)
             changed = changed[only]
-        apply_rows(self.update, *parts, places, gradient, *update, enabled)
+        update, count = choice.update, choice.count
+        apply_rows(update, *parts, places, gradient, update.lr, count, enabled)
         self.cache.mark_dirty(changed)
 
     def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:

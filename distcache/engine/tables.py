@@ -373,25 +373,20 @@ class CachedTables:
         self,
         flight: Flight,
         sums: RowSums,
-        lr: float,
-        count: int | Sequence[Sequence[RowChoice]],
+        choices: RowChoice | Sequence[Sequence[RowChoice]],
         enabled: Tensor | None = None,
     ) -> None:
         """Update the step's rows and state in place, where autograd records nothing, inside stage
-        `apply`; then `return_rows`.
-
-        `count`: number of the optimizer step, from 1, of all rows, or the choices of each group,
-        whose other rows are left as they are; `enabled`: as in `optim.apply_rows`.
-        """
+        `apply`; then `return_rows`. `choices`: of all rows, or of each group, whose other rows are
+        left as they are; `enabled`: as in `optim.apply_rows`."""
         parts = (self.rows, flight.plans, flight.where, sums.replicated, sums.sharded)
         for place, (rows, plan, where, *own) in enumerate(zip(*parts, strict=True)):
-            for one in (RowChoice(count),) if isinstance(count, int) else count[place]:
-                rows.apply(plan, where, (own[0], own[1]), lr, one, enabled)
+            for one in (choices,) if isinstance(choices, RowChoice) else choices[place]:
+                rows.apply(plan, where, (own[0], own[1]), one, enabled)
         flight.applied = True
 
-    def tables_of_sums(self, flight: Flight, group: int) -> tuple[Tensor | None, Tensor | None]:
-        """The table of every row of a group's sums, by its place in the group, int32 on the CPU:
-        of the replicated ones and of the sharded ones; inside `syncing`.
+    def tables_of_sums(self, flight: Flight, group: int) -> Owners:
+        """The table of every row of a group's sums; inside `syncing`.
 
         A home knows its rows by number; of rows whose sums are everywhere it tells the others.
         """
@@ -572,6 +567,27 @@ class RowPart:
     sharded: bool
 
 
+Owners = tuple[Tensor | None, Tensor | None]
+"""The table of every row of a group's sums, by its place in the group, int32 on the CPU: of the
+replicated ones and of the sharded ones."""
+Kind = tuple[RowUpdate, int]
+"""How rows are updated, and as which step of their table."""
+
+
+def choices_of(owners: Owners | None, kinds: Sequence[Kind | None]) -> list[RowChoice]:
+    """What of a group's rows is updated. `kinds`: by table of the group, None for one that is left
+    as it is; `owners`: None where all are alike."""
+    different = [kind for kind in dict.fromkeys(kinds) if kind is not None]
+    if owners is None:
+        return [RowChoice(*kind) for kind in different]
+    found = []
+    for kind in different:
+        mine = torch.tensor([one == kind for one in kinds])
+        own = [None if at is None else mine[at.long()].nonzero().flatten() for at in owners]
+        found.append(RowChoice(*kind, *own))
+    return found
+
+
 class StepRows:
     """The rows of a step as their optimizer has them: `parts`, the replicated ones first.
 
@@ -633,24 +649,15 @@ class StepRows:
             return finite
         return self._of_all(finite.to(torch.int64), "finite sums").min().reshape(1).bool()
 
-    def choices(self, group: int, sums: RowSums, counts: Sequence[int]) -> list[RowChoice]:
-        """What of a group's rows is updated, and as which step of their tables: `counts` by table
-        of the group, 0 for one that is left as it is. Gradients of such rows become zero, so that
-        nothing that looks at gradients counts them."""
-        if len(set(counts)) == 1:
-            return [RowChoice(counts[0])]
-        tables = self._tables.tables_of_sums(self._flight, group)
-        kinds = [None if at is None else torch.tensor(counts)[at.long()] for at in tables]
-        for kind, found in zip(kinds, (sums.replicated[group], sums.sharded[group]), strict=True):
-            if kind is not None and found is not None:
-                frozen = (kind == 0).nonzero().flatten()
-                found.index_fill_(0, frozen.to(found.device), 0.0)
-        return [
-            RowChoice(
-                count, *(None if k is None else (k == count).nonzero().flatten() for k in kinds)
-            )
-            for count in sorted(set(counts) - {0})
-        ]
+    def owners(self, group: int, sums: RowSums, frozen: Sequence[bool]) -> Owners:
+        """The table of every row of a group's sums, of which those that are `frozen`, by place in
+        the group, become zero, so that nothing that looks at gradients counts them."""
+        found = self._tables.tables_of_sums(self._flight, group)
+        for at, own in zip(found, (sums.replicated[group], sums.sharded[group]), strict=True):
+            if at is not None and own is not None and any(frozen):
+                rows = torch.tensor(frozen)[at.long()].nonzero().flatten()
+                own.index_fill_(0, rows.to(own.device), 0.0)
+        return found
 
     @torch.no_grad()
     def norm(self, norm_type: float) -> Tensor:

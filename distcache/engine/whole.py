@@ -81,7 +81,7 @@ def make_rows(
     caches: list[DeviceCache] = []
     make = partial(_make_caches, world, groups, regions, update, settings)
     together(world, lambda: caches.extend(make()))
-    common = (update, link, streams, settings.prefetch)
+    common = (link, streams, settings.prefetch)
     return [
         GroupRows(group, cache, store, *common, count)
         for group, cache, store, count in zip(groups, caches, stores, regions, strict=True)
@@ -153,7 +153,7 @@ def _make_caches(
             put = partial(put_block, made[-1].weight)
             draw_tables(settings.seed, group.tables, group.layout, put, world.local_size)
             if made[-1].state is not None:
-                made[-1].state.fill_(update.initial_state(group.dim))
+                made[-1].state[:] = update.initial_state(group.dim).to(made[-1].state)
             made[-1].slot_row[:] = np.arange(group.layout.rows)
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,37 +11,44 @@ import torch
 from torch import Tensor
 
 from distcache.errors import ConfigError, PlanError
+from distcache.ops import formulas
+from distcache.ops.formulas import FORMULAS
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One step of one row optimizer. Letters: w weight, g gradient, and the parts of the state.
+    """One step of one row optimizer: a formula of `formulas.py` with its numbers.
 
-    | name | formula | state per row |
-    |---|---|---|
-    | `sgd` | w -= g rate | none |
-    | `adagrad` | sum += g^2; w -= g / (sqrt(sum) + eps) rate | sum `[D]` |
-    | `rowwise_adagrad` | sum += mean(g^2); w -= g (1 / (sqrt(sum) + eps) rate) | sum `[1]` |
-    | `adam` | m += (g - m) take1; v += (g^2 - v) take2; w -= m / (sqrt(v) + eps) rate | m, v |
-
-    Every operation of a formula is rounded once, in the order in which it stands, so that all
-    bodies give the same bits (but for `reference.sqrt` on a CPU). The mean of a row is its sum by
-    halves (`reference.row_sums`) divided by D. Numbers are Python floats, rounded to the dtype of
-    the rows when they are used.
+    Numbers are Python floats, rounded to the dtype of the rows when they are used.
     """
 
     name: str
-    rate: float
-    """The learning rate; for `adam`, with the bias corrections of the step."""
-    eps: float = 0.0
-    take1: float = 0.0
-    """1 - beta1."""
-    take2: float = 0.0
-    """1 - beta2."""
+    """Of the formula, in `formulas.FORMULAS`."""
+    numbers: tuple[float, ...]
+    """What it takes after D."""
+    exponent: int = 0
+    """Digits for `formulas.power`, which it takes after these where they are not 0."""
+    decays: str = ""
+    """Weight decay: `l2`, `decoupled`, or none."""
+    decay: float = 0.0
+    """By how much: added to the gradient times the weight, or taken of the weight."""
+
+    def __post_init__(self) -> None:
+        if self.name not in FORMULAS:
+            raise ConfigError(f"no formula for the row optimizer {self.name!r}")
+
+    @property
+    def takes_means(self) -> bool:
+        """Whether the formula takes means of rows."""
+        return "mean" in FORMULAS[self.name].step.__code__.co_names
+
+    def columns(self, dim: int) -> dict[str, slice]:
+        """See `Formula.columns`."""
+        return FORMULAS[self.name].columns(dim)
 
     def state_width(self, dim: int) -> int:
         """S: floats of state of a row of `dim` elements."""
-        return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[self.name]
+        return FORMULAS[self.name].width(dim)
 
 
 # -----------------------------------------------------------------------------
@@ -231,53 +239,20 @@ def update(rule: Rule, weight: Tensor, state: Tensor | None, gradient: Tensor) -
     (`addcdiv`, `add` with `alpha`) may round differently in the vectorised body and the scalar
     tail of a CPU loop. `gradient` is left as it is.
     """
-    if rule.name == "sgd":
-        weight.sub_(gradient * rule.rate)
-        return
-    if state is None:
+    columns = rule.columns(weight.shape[1]).values()
+    if state is None and columns:
         raise ConfigError(f"{rule.name} keeps state for each row: pass `state` [U, S]")
-    if rule.name == "adagrad":
-        scratch = gradient * gradient
-        state.add_(scratch)
-        sqrt(state, out=scratch).add_(rule.eps)
-        weight.sub_(torch.div(gradient, scratch, out=scratch).mul_(rule.rate))
-    elif rule.name == "rowwise_adagrad":
-        scratch = gradient * gradient
-        state.add_(row_sums(scratch).div_(gradient.shape[1]))
-        rate = sqrt(state).add_(rule.eps).reciprocal_().mul_(rule.rate)
-        weight.sub_(torch.mul(gradient, rate, out=scratch))
-    elif rule.name == "adam":
-        dim = weight.shape[1]
-        exp_avg, exp_avg_sq = state[:, :dim], state[:, dim:]
-        scratch = gradient - exp_avg
-        exp_avg.add_(scratch.mul_(rule.take1))
-        torch.mul(gradient, gradient, out=scratch)
-        exp_avg_sq.add_(scratch.sub_(exp_avg_sq).mul_(rule.take2))
-        sqrt(exp_avg_sq, out=scratch).add_(rule.eps)
-        weight.sub_(torch.div(exp_avg, scratch, out=scratch).mul_(rule.rate))
-    else:
-        raise ConfigError(f"no formula for the row optimizer {rule.name!r}")
+    update_parts(rule, weight, [] if state is None else [state[:, at] for at in columns], gradient)
 
 
-def sqrt(values: Tensor, out: Tensor | None = None) -> Tensor:
-    """PyTorch's square root: on a GPU rounded as IEEE says; its vectorised CPU body may be one unit
-    in the last place off, the same for a value at every place."""
-    return torch.sqrt(values, out=out)
-
-
-def row_sums(values: Tensor) -> Tensor:
-    """Sum each row of `values [U, D]`, which is overwritten, to `[U, 1]`.
-
-    By halves: element i of the first half (the larger one, where D is odd) plus element i of the
-    second, until one is left. The order of additions depends on D alone, while `sum(dim=1)`
-    chooses it by shape and strides.
-    """
-    width = values.shape[1]
-    while width > 1:
-        half = (width + 1) // 2
-        values[:, : width - half].add_(values[:, half:width])
-        width = half
-    return values[:, :1]
+def update_parts(rule: Rule, weight: Tensor, parts: Sequence[Tensor], gradient: Tensor) -> None:
+    """The same with the parts of the state one by one."""
+    numbers = rule.numbers if rule.exponent == 0 else (*rule.numbers, rule.exponent)
+    w, gradient = formulas.decayed(weight, gradient, rule.decay, rule.decays)
+    new = FORMULAS[rule.name].step(w, gradient, *parts, weight.shape[-1:].numel(), *numbers)
+    for part, value in zip((weight, *parts), new, strict=True):
+        if value is not part:
+            part.copy_(value)
 
 
 def copy_rows(

@@ -110,16 +110,22 @@ def update_rows(
     gradient = _unit_columns(gradient)
     held = weight if state is None else state
     flag = weight if enabled is None else enabled.view(torch.uint8)
-    numbers = (rule.rate, rule.eps, rule.take1, rule.take2)
+    columns = tuple((at.start, at.stop - at.start) for at in rule.columns(dim).values())
+    numbers = (*rule.numbers, 0.0, 0.0, 0.0)[:4]
     _launch(
         triton_kernels.update_rows,
-        (weight, held, slots.contiguous(), gradient, flag, count, *numbers),
+        (weight, held, slots.contiguous(), gradient, flag, count, rule.decay, *numbers),
         (weight, count, dim),
         WEIGHT_STRIDE=weight.stride(0),
         STATE_STRIDE=held.stride(0),
         GRADIENT_STRIDE=gradient.stride(0),
+        RULE=triton_kernels.FORMULAS[rule.name],
+        COLUMNS=columns,
+        NUMBERS=len(rule.numbers),
+        EXPONENT=rule.exponent,
+        DECAY=rule.decays,
+        FOLDED=dim & (dim - 1) > 0 and rule.takes_means,
         STEPS=(dim - 1).bit_length(),
-        RULE=rule.name,
         MASKED=enabled is not None,
     )
 

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from distcache.ops import formulas
+
 UNROLL = tl.constexpr(4)
 """Rows of a segment whose loads are under way at the same time."""
+DIGITS = tl.constexpr(formulas.DIGITS)
 
 _INDEX = ["starts", "ends", "outer", "inner", "to", "source_rows", "target_rows", "slots"]
 
@@ -128,74 +132,123 @@ def _folded_column(column, D: tl.constexpr, STEPS: tl.constexpr):
     return found, valid
 
 
+# -----------------------------------------------------------------------------
+# The formulas of `formulas.py`: their source, with these operations in place of PyTorch's.
+
+
 @triton.jit
-def _row_sums(values, N: tl.constexpr, STEPS: tl.constexpr):
-    """[N, 2^STEPS] -> [N], by halves: additions of two numbers, in the order written here."""
-    for step in tl.static_range(STEPS):
-        values = tl.sum(tl.reshape(values, [N, 2, 1 << (STEPS - 1 - step)]), axis=1)
-    return tl.reshape(values, [N])
+def _div(one, other):
+    return tl.math.div_rn(one, other)
+
+
+@triton.jit
+def _sqrt(values):
+    return tl.math.sqrt_rn(values)
+
+
+@triton.jit
+def _where(condition, one, other):
+    return tl.where(condition, one, other)
+
+
+@triton.jit
+def _mean(values, dim: tl.constexpr):
+    """`formulas.mean` of [N, 2^k], 0 where there is no column of `dim`, at the places that
+    `_folded_column` says: by halves, additions of two numbers, in the order written here."""
+    rows: tl.constexpr = values.shape[0]
+    for _ in tl.static_range(32):
+        if values.shape[1] > 1:
+            values = tl.sum(tl.reshape(values, [rows, 2, values.shape[1] // 2]), axis=1)
+    return tl.math.div_rn(values, dim * 1.0)
+
+
+@triton.jit
+def _power(x, digits: tl.constexpr):
+    """See `formulas.power`."""
+    root, result = x, 1.0
+    for place in tl.static_range(DIGITS + 1):
+        if place > 0 and digits >> place != 0:
+            root = tl.math.sqrt_rn(root)
+        if (digits >> place) & 1 == 1:
+            result = root * result
+    return result
+
+
+def _compiled(formula: Callable[..., Any]) -> Any:
+    """A function of `formulas.py` for kernels to call."""
+    own = FunctionType(formula.__code__, _OPERATIONS, formula.__name__)
+    own.__module__, own.__qualname__ = formula.__module__, formula.__qualname__
+    return triton.jit(own)
+
+
+_OPERATIONS = {
+    **{"div": _div, "sqrt": _sqrt, "where": _where, "mean": _mean},
+    **{"power": _power, "tl": tl},
+}
+_decayed = _compiled(formulas.decayed)
+FORMULAS = {name: _compiled(formula.step) for name, formula in formulas.FORMULAS.items()}
+"""The formulas by name, as `update_rows` takes them."""
 
 
 @_jit
 def update_rows(
     weight,  # float32 [C, D], rows WEIGHT_STRIDE apart
-    state,  # float32 [C, S], rows STATE_STRIDE apart; not read by sgd
+    state,  # float32 [C, S], rows STATE_STRIDE apart; not read where S = 0
     slots,  # [count]
     gradient,  # float32 [count, D], rows GRADIENT_STRIDE apart
     enabled,  # uint8 of one element; read where MASKED
     count,
-    rate,
-    eps,
-    take1,
-    take2,
+    decay,
+    number1,  # the numbers of the formula, of which it takes NUMBERS
+    number2,
+    number3,
+    number4,
     WEIGHT_STRIDE: tl.constexpr,
     STATE_STRIDE: tl.constexpr,
     GRADIENT_STRIDE: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    RULE: tl.constexpr,  # one of `FORMULAS`
+    COLUMNS: tl.constexpr,  # of each part of the state: the first, and their number
+    NUMBERS: tl.constexpr,
+    EXPONENT: tl.constexpr,  # taken after these where it is not 0
+    DECAY: tl.constexpr,
+    FOLDED: tl.constexpr,
     STEPS: tl.constexpr,
-    RULE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of `RULE` (`reference.Rule`) on the rows at `slots`: read, update, write, once."""
+    """One step of a rule on the rows at `slots`: read, update, write, once."""
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    column = tl.arange(0, BLOCK)
     inside = at < count
     if MASKED:
         inside = inside & (tl.load(enabled) != 0)
-    mask = inside[:, None] & (column < D)[None, :]
+    column = tl.arange(0, BLOCK)
+    valid = column < D
+    if FOLDED:  # sums of rows are taken by halves
+        column, valid = _folded_column(column, D, STEPS)
+    mask = inside[:, None] & valid[None, :]
     slot = tl.load(slots + at, mask=inside, other=0).to(tl.int64)
     weights = weight + slot[:, None] * WEIGHT_STRIDE + column[None, :]
-    gradients = gradient + at[:, None] * GRADIENT_STRIDE
     w = tl.load(weights, mask=mask, other=0.0)
-    g = tl.load(gradients + column[None, :], mask=mask, other=0.0)
-    if RULE == "sgd":
-        w = w - g * rate
-    if RULE == "adagrad":
-        sums = state + slot[:, None] * STATE_STRIDE + column[None, :]
-        total = tl.load(sums, mask=mask, other=0.0) + g * g
-        w = w - tl.math.div_rn(g, tl.math.sqrt_rn(total) + eps) * rate
-        tl.store(sums, total, mask=mask)
-    if RULE == "rowwise_adagrad":
-        folded = g
-        if D != BLOCK:  # the same numbers again, from the cache, where row_sums has them
-            place, valid = _folded_column(column, D, STEPS)
-            there = inside[:, None] & valid[None, :]
-            folded = tl.load(gradients + place[None, :], mask=there, other=0.0)
-        mean = tl.math.div_rn(_row_sums(folded * folded, N, STEPS), D * 1.0)
-        sums = state + slot * STATE_STRIDE
-        total = tl.load(sums, mask=inside, other=0.0) + mean
-        scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(total) + eps) * rate
-        w = w - g * scale[:, None]
-        tl.store(sums, total, mask=inside)
-    if RULE == "adam":
-        firsts = state + slot[:, None] * STATE_STRIDE + column[None, :]
-        m = tl.load(firsts, mask=mask, other=0.0)
-        v = tl.load(firsts + D, mask=mask, other=0.0)
-        m = m + (g - m) * take1
-        v = v + (g * g - v) * take2
-        w = w - tl.math.div_rn(m, tl.math.sqrt_rn(v) + eps) * rate
-        tl.store(firsts, m, mask=mask)
-        tl.store(firsts + D, v, mask=mask)
-    tl.store(weights, w, mask=mask)
+    g = tl.load(gradient + at[:, None] * GRADIENT_STRIDE + column[None, :], mask=mask, other=0.0)
+    parts = ()
+    for part in tl.static_range(len(COLUMNS)):
+        place = state + slot[:, None] * STATE_STRIDE + COLUMNS[part][0]
+        if COLUMNS[part][1] == 1:
+            parts += (tl.load(place, mask=inside[:, None], other=0.0),)
+        else:
+            parts += (tl.load(place + column[None, :], mask=mask, other=0.0),)
+    w, g = _decayed(w, g, decay, DECAY)
+    numbers = (number1, number2, number3, number4)[:NUMBERS]
+    if EXPONENT == 0:
+        new = RULE(w, g, *parts, D, *numbers)
+    else:
+        new = RULE(w, g, *parts, D, *numbers, EXPONENT)
+    tl.store(weights, new[0], mask=mask)
+    for part in tl.static_range(len(COLUMNS)):
+        place = state + slot[:, None] * STATE_STRIDE + COLUMNS[part][0]
+        if COLUMNS[part][1] == 1:
+            tl.store(place, new[part + 1], mask=inside[:, None])
+        else:
+            tl.store(place + column[None, :], new[part + 1], mask=mask)

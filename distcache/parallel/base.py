@@ -49,17 +49,24 @@ log = logging.getLogger(__name__)
 class OptimizerSpec:
     """One optimizer for rows and dense part: the same values in every mode.
 
-    `name`: `sgd`, `adagrad`, `rowwise_adagrad` or `adam`. Rates are set per step by `set_lr`.
+    `name`: one of `optim.ROW_UPDATES`, with the settings of all; None: the optimizer's own. Rates
+    are set per step by `set_lr`.
     """
 
     name: str
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
-    initial_accumulator: float = 0.0
+    initial_accumulator: float | None = None
+    weight_decay: float | None = None
+    decoupled_weight_decay: bool | None = None
+    momentum: float = 0.9
+    l1: float = 0.0
+    l2: float = 0.0
+    lr_power: float = -0.5
 
     def rows(self) -> RowUpdate:
         """The optimizer of rows."""
-        return row_update(self.name, 0.0, self.eps, self.betas, self.initial_accumulator)
+        return row_update(**{key: value for key, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
-from distcache.engine.movement import MoveCounts
+from distcache.engine.movement import MoveCounts, RowChoice
 from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
@@ -133,7 +133,7 @@ class CachedParallel(Parallel):
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
         self.applied = 0
-        self._embedding_lr = 0.0
+        self._update = update
         self._bad_ranks: tuple[int, ...] = ()
         self._due: Flight | None = None
         self._open = False
@@ -268,7 +268,8 @@ class CachedParallel(Parallel):
         if not self.result_delay and self._agreed(flight).bad_ranks:
             return
         self.applied += 1
-        self.tables.apply(flight, outcome.sums, self._embedding_lr, self.applied, enabled)
+        choice = RowChoice(self._update, self.applied)
+        self.tables.apply(flight, outcome.sums, choice, enabled)
         if enabled is None:
             self.dense_optimizer.step()
         else:
@@ -327,7 +328,7 @@ class CachedParallel(Parallel):
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """See `Parallel.set_lr`."""
-        self._embedding_lr = embedding_lr
+        self._update = replace(self._update, lr=embedding_lr)
         for group in self.dense_optimizer.param_groups:
             group["lr"] = dense_lr
 

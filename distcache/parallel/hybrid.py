@@ -425,7 +425,7 @@ def _write_initial(spec: HybridSpec, dmp: DistributedModelParallel) -> None:
         if spec.optimizer.name in ("adagrad", "rowwise_adagrad"):
             for state in states[table.name].values():
                 for shard in state.local_shards():
-                    shard.tensor.fill_(spec.optimizer.initial_accumulator)
+                    shard.tensor.fill_(spec.optimizer.initial_accumulator or 0.0)
 
 
 def gather_rows(tensor: ShardedTensor, start: int, stop: int, world: World) -> Tensor | None:

@@ -438,20 +438,22 @@ class RowStore:
         return self._weight
 
     def initialise(
-        self, seed: int, table_indices: Sequence[int], initial_state: float = 0.0
+        self, seed: int, table_indices: Sequence[int], initial_state: float | Tensor = 0.0
     ) -> None:
-        """Give every row its initial weight and state; called by all ranks, and a barrier.
+        """Give every row its initial weight and state (a number, or `[S]`); called by all ranks,
+        and a barrier.
 
         The local ranks of a node share its blocks round-robin, each on its share of the cores;
         the values depend on (seed, table index in the model, block) alone. Logs GB/s.
         """
         world, began = self._world, time.perf_counter()
         state = None if self.state is None else self.state.numpy()
+        new = np.asarray(initial_state)
 
         def put(first: int, values: np.ndarray) -> None:
             places = self.put(first, values)
             if state is not None:
-                state[places] = initial_state
+                state[places] = new
 
         def fill_mine() -> None:
             mine = slice(world.local_rank, None, world.local_size)

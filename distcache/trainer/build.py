@@ -189,8 +189,8 @@ def build_dense(config: Config, tables: Sequence[TableSpec], dense_features: int
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
     """The settings of group `optim` that every mode takes."""
-    optim, (first, second) = config.optim, config.optim.betas
-    return OptimizerSpec(optim.name, optim.eps, (first, second), optim.initial_accumulator)
+    own = {field.name: getattr(config.optim, field.name) for field in fields(OptimizerSpec)}
+    return OptimizerSpec(**own | {"betas": tuple(config.optim.betas)})
 
 
 def build_rates(config: Config) -> Callable[[int], tuple[float, float]]:

@@ -49,6 +49,11 @@ REFUSED = {
     "optim.betas=[0.9,1.0]": ("optim.betas=[0.9, 1.0]", "two numbers"),
     "optim=adam optim.eps=0": ("optim.eps=0", "1e-8"),
     "optim=adagrad optim.eps=0": ("optim.eps=0", "1e-8"),
+    "optim=counted_adam optim.eps=0": ("optim.eps=0", "counted_adam"),
+    "optim=momentum_sgd optim.momentum=1": ("optim.momentum=1.0", "below 1"),
+    "optim=ftrl optim.lr_power=0": ("optim.lr_power=0.0", "below 0"),
+    "optim=ftrl optim.weight_decay=0.1": ("optim.weight_decay=0.1 is a key of", "optim=ftrl"),
+    "optim=adam optim.l1=0.1": ("optim.l1=0.1 is a key of optim=ftrl", "optim=adam"),
     "optim.warmup_steps=10 optim.decay_start=5 optim.decay_steps=9": ("optim.decay_start=5", "10"),
     "trainer.amp=bf16 trainer.dtype=float64": ("trainer.amp=bf16", "trainer.dtype=float32"),
     "trainer.steps=null": ("trainer.steps=null", "data.samples=<"),
@@ -77,6 +82,8 @@ REFUSED = {
     "parallel=hybrid model=dcn_v2 data.table_rows=[5,6] model.table_dims=[8,10]": ("10", "12"),
     "parallel=hybrid trainer.dtype=float64": ("trainer.dtype=float64", "parallel=data"),
     "parallel=hybrid optim=adam trainer.device=cpu": ("optim=adam", "rowwise_adagrad"),
+    "parallel=hybrid optim=ftrl": ("optim=ftrl", "one of these, or parallel=data"),
+    "parallel=hybrid optim=sgd optim.weight_decay=0.1": ("optim.weight_decay=0.1", "parallel=data"),
     "trainer.backend=nccl trainer.device=cpu": ("2 ranks on this machine, 0 GPUs", "gloo"),
     "data=parquet": ("data.path is not set, and data=parquet reads files", "=<file or glob>"),
     PARQUET + "data.path=none*": ("data.path=none*: no such file",),
@@ -159,7 +166,7 @@ def sides(rule) -> tuple[list, list]:
         ends = [0] * low + [1] * high, [0] * (not low) + [1] * (not high)
         return [-0.1, 1.1, math.nan, "many", True, *ends[0]], [0.5, *ends[1]]
     if "least" in rule:
-        return [rule["least"] - 1, math.nan, math.inf], [rule["least"]]
+        return [rule["least"] - 1, math.nan, math.inf], [rule["least"], rule["least"] + 1]
     return [], ["neither this nor the default"]
 
 
@@ -261,6 +268,9 @@ IDLE = [
     ("parallel=hybrid cache.rows=9 cache.prefetch=2", 1, "cache.prefetch=2, cache.rows=9"),
     ("optim=sgd optim.eps=1e-3", 1, "optim.eps=0.001"),
     ("optim=adam optim.eps=1e-3", 1, ""),
+    ("optim=ftrl optim.eps=1e-3 optim.initial_accumulator=0.2", 1, "optim.eps=0.001"),
+    ("optim=counted_adam optim.betas=[0.5,0.6] optim.eps=1e-3", 1, ""),
+    ("optim=adamw optim.initial_accumulator=0.2", 1, "optim.initial_accumulator=0.2"),
     ("optim=adagrad optim.betas=[0.5,0.6]", 1, "optim.betas=[0.5, 0.6]"),
     ("model.cross_layers=2 optim.decay_start=9", 1, "model.cross_layers=2, optim.decay_start=9"),
     ("model=dcn_v2 model.cross_layers=2 optim.decay_steps=5 optim.decay_start=9", 1, ""),

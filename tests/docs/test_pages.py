@@ -194,4 +194,4 @@ def test_every_optimizer_is_named() -> None:
     names = [k.__name__ for k in kinds if isinstance(k, type) and issubclass(k, update)]
     names.remove("RowUpdate")
     missing = [name for name in names if f"{name}`" not in DROP_IN]
-    assert len(names) == 4 and not missing, (names, missing)
+    assert len(names) == 9 and not missing, (names, missing)

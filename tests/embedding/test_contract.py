@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
     ebc = distcache.CachedEmbeddingBagCollection(
         configs,
         is_weighted=case.weighted,
-        optimizer=replace(case.optimizer.rows(), lr=case.lr),
+        optimizer=how.pop("optimizer", replace(case.optimizer.rows(), lr=case.lr)),
         timeout_s=60,
         dtype=case.dtype,
         **how,
@@ -107,11 +108,13 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
     return ebc, ahead
 
 
-def drop_in(rank: int, size: int, case: Scenario, placement: str, way: str, ddp: bool) -> Outcome:
+def drop_in(
+    rank: int, size: int, case: Scenario, placement: str, way: str, ddp: bool, **settings: object
+) -> Outcome:
     """A user's loop over the batches of `case`; losses are of the global batch."""
     CachedTables.shake = Shaker(rank)  # random delays at hand-overs
     of_ranks = {} if ddp else {"gradient_reduction": "sum"}
-    ebc, ahead = collection(case, placement, way, **of_ranks)
+    ebc, ahead = collection(case, placement, way, **of_ranks, **settings)
     model = OfBatches(ebc, case)
     wrapped = DistributedDataParallel(model) if ddp and size > 1 else model
     dense = None if ddp else distcache.DenseGradients(model, gradient_reduction="sum")
@@ -181,9 +184,10 @@ SAMPLE = {
     "sgd replicated static, adagrad replicated curve",
     2: "adam replicated auto, adam home window, adam sharded inline, adam mixed serial, "
     "adam mixed_home lru, sgd mixed_home window, adam replicated warm, adam sharded tail, "
-    "adam home given",
+    "adam home given, adamw mixed_home inline, partial_rowwise_adam home tail",
     3: "rowwise_adagrad replicated window, rowwise_adagrad home inline, adagrad sharded window, "
-    "rowwise_adagrad sharded serial, rowwise_adagrad mixed lru, rowwise_adagrad mixed_home whole",
+    "rowwise_adagrad sharded serial, rowwise_adagrad mixed lru, rowwise_adagrad mixed_home whole, "
+    "ftrl home window, counted_adam sharded lru, decoupled mixed serial",
 }
 
 
@@ -224,6 +228,50 @@ def test_under_ddp_it_is_torchs_embedding_bag(size: int) -> None:
     names = list(PLACEMENTS) if size > 1 else ["replicated"]
     jobs = list(zip(OPTIMIZERS, cycle(names[::-1]), WAYS, strict=False))
     run_ranks(as_torch, size, jobs, timeout=200)
+
+
+OWN = {
+    "a": {"embedding_lr": 0.004, "weight_decay": 0.0},
+    "b": {"embedding_lr": 0.004, "weight_decay": 0.2},
+    "c": {"embedding_lr": 0.001, "weight_decay": 0.0},
+    "d": {"embedding_lr": 0.02, "weight_decay": 0.1},
+}
+"""Of each table of `TABLES`, of which three have one width."""
+
+
+def each_its_own(rank: int, size: int, jobs: list[Job]) -> None:
+    """Rates and weight decay by table: an independent trainer's numbers, the same bits however the
+    rows lie."""
+    world = open_world("cpu", "gloo", 60)
+    first: dict[str, Outcome] = {}
+    for optimizer, placement, way in jobs:
+        case = scenario(optimizer, dtype=torch.float64)
+        kind = case.optimizer.rows()
+        updates = {
+            name: replace(kind, lr=own["embedding_lr"], weight_decay=own["weight_decay"])
+            for name, own in OWN.items()
+        }
+        ebc, _ = collection(case, placement, way, optimizer=updates)
+        groups = ebc.optimizer.state_dict()["param_groups"]
+        assert [group["params"] for group in groups] == [["a"], ["b"], ["c"], ["d"]]
+        assert [group["lr"] for group in groups] == [own["embedding_lr"] for own in OWN.values()]
+        start = outcome(OfBatches(ebc, case), [])
+        ebc.close()
+        found = drop_in(rank, size, case, placement, way, ddp=False, optimizer=updates)
+        check_against_trainer(case, start, found, by_table=OWN)
+        want = first.setdefault(optimizer, found)
+        assert found.losses == want.losses
+        assert all(np.array_equal(found.tables[name], want.tables[name]) for name in OWN)
+    close_world(world)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_of_one_width_have_rates_of_their_own(size: int) -> None:
+    jobs = [("rowwise_adagrad", "replicated", "window"), ("adam", "replicated", "inline")]
+    if size > 1:
+        jobs += [("adam", "home", "window"), ("adam", "mixed", "serial")]
+        jobs += [("rowwise_adagrad", "sharded", "lru"), ("adam", "mixed_home", "whole")]
+    run_ranks(each_its_own, size, jobs, timeout=200)
 
 
 def dense_apart(rank: int, size: int) -> dict:

@@ -52,11 +52,13 @@ def segment_sums(
 
 
 def update_rows(
-    weight, state, slots, gradient, enabled, count, rate, eps, take1, take2, *, RULE, MASKED, **_
-):
+    weight, state, slots, gradient, enabled, count, decay, *numbers,
+    RULE, NUMBERS, EXPONENT, DECAY, MASKED, **_,
+):  # fmt: skip
     """See `triton_kernels.update_rows`."""
-    rule, kept = Rule(RULE, rate, eps, take1, take2), None if RULE == "sgd" else state
-    flag = enabled if MASKED else None
+    name = next(name for name, formula in triton_kernels.FORMULAS.items() if formula is RULE)
+    rule = Rule(name, numbers[:NUMBERS], EXPONENT, DECAY, decay)
+    kept, flag = state if rule.state_width(1) else None, enabled if MASKED else None
     reference.update_rows(rule, weight, kept, slots, gradient, flag)
 
 

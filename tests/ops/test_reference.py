@@ -126,7 +126,7 @@ def test_chunks_of_a_segment_begin_at_its_start_and_cover_it():
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
 def test_a_disabled_update_writes_nothing(kind):
-    rule = Rule("adam", 0.1, 1e-8, 0.1, 0.01)
+    rule = Rule("adam", (0.1, 1e-8, 0.1, 0.01))
     weight, state, slots = torch.randn(9, 4), torch.rand(9, 8), torch.tensor([7, 0, 3])
     before, state_before = weight.clone(), state.clone()
     broken = torch.full((3, 4), float("nan"))
@@ -145,11 +145,11 @@ def test_a_disabled_update_writes_nothing(kind):
 def test_what_makes_no_sense_is_refused():
     weight = torch.ones(1, 2)
     with pytest.raises(ConfigError, match="lamb"):
-        reference.update(Rule("lamb", 0.1), weight, weight, weight)
+        Rule("lamb", (0.1,))
     with pytest.raises(ConfigError, match="chunk=1"):
         segment_chunks(torch.tensor([0, 2]), 1)
     with pytest.raises(ConfigError, match="adagrad keeps state"):
-        reference.update(Rule("adagrad", 0.1), weight, None, weight)
+        reference.update(Rule("adagrad", (0.1, 0.0)), weight, None, weight)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

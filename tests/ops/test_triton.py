@@ -19,7 +19,7 @@ from jagged import bag_of, chunked_row_gradients, random_bags, segments_of
 
 from distcache import ops
 from distcache.errors import ConfigError
-from distcache.ops import reference
+from distcache.ops import formulas, reference
 from distcache.ops.reference import CHUNK, Rule, segment_chunks
 from distcache.versions import installed, minor
 
@@ -117,23 +117,35 @@ def test_strides_and_autograd():
     assert torch.equal(pooled.cpu(), lookup(table, positions, offsets, None))
 
 
+TAKEN = (1 - 0.9, 1 - 0.999)
 RULES = [
-    Rule("sgd", 0.05),
-    Rule("adagrad", 0.05, 1e-8),
-    Rule("rowwise_adagrad", 0.05, 1e-8),
-    Rule("adam", 0.043, 1e-8, 1 - 0.9, 1 - 0.999),
+    Rule("sgd", (0.05,)),
+    Rule("momentum_sgd", (0.05, 0.9)),
+    Rule("adagrad", (0.05, 1e-8)),
+    Rule("rowwise_adagrad", (0.05, 1e-8)),
+    Rule("adam", (0.043, 1e-8, *TAKEN)),
+    Rule("partial_rowwise_adam", (0.043, 1e-8, *TAKEN)),
+    Rule("counted_adam", (0.05, 1e-8, *TAKEN)),
+    Rule("ftrl", (0.05, 0.01, 0.02), 2),
+    Rule("ftrl", (0.05, 0.01, 0.02), 0b1101100),
+    Rule("ftrl", (0.05, 0.0, 0.0), 1),
+    Rule("sgd", (0.05,), decays="decoupled", decay=0.01),
+    Rule("rowwise_adagrad", (0.05, 1e-8), decays="l2", decay=0.1),
+    Rule("adam", (0.043, 1e-8, *TAKEN), decays="decoupled", decay=0.01),
+    Rule("partial_rowwise_adam", (0.043, 1e-8, *TAKEN), decays="l2", decay=0.1),
 ]
+NAMED = [f"{rule.name}{rule.decays and '_'}{rule.decays}{rule.exponent or ''}" for rule in RULES]
+EACH_RULE = pytest.mark.parametrize("rule", RULES, ids=NAMED)
 
 
 @pytest.fixture
 def ieee_sqrt(monkeypatch):
     """Square roots of the reference are correctly rounded: float64's, rounded to float32."""
 
-    def sqrt(values, out=None):
-        exact = values.double().sqrt().to(values.dtype)
-        return exact if out is None else out.copy_(exact)
+    def sqrt(values):
+        return values.double().sqrt().to(values.dtype)
 
-    monkeypatch.setattr(reference, "sqrt", sqrt)
+    monkeypatch.setattr(formulas, "sqrt", sqrt)
 
 
 def random_rows(seed, rule, count, capacity, dim):
@@ -155,7 +167,7 @@ def updated(rule, weight, state, slots, gradient, enabled=None):
     return weight.cpu(), torch.empty(0) if state is None else state.cpu()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@EACH_RULE
 @pytest.mark.parametrize("dim", DIMS)
 def test_updates_have_the_bits_of_the_reference(rule, dim, ieee_sqrt):
     for count, capacity in ((1, 1), (1, 5), (23, 50), (40, 40)):
@@ -168,7 +180,7 @@ def test_updates_have_the_bits_of_the_reference(rule, dim, ieee_sqrt):
         assert state is None or torch.equal(found[1], state)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@EACH_RULE
 def test_bits_of_updates_depend_on_the_row_alone(rule):
     """Other slots, capacity, order, company and strides: the same bits."""
     dim, count = 20, 30
@@ -198,7 +210,7 @@ def test_bits_of_updates_depend_on_the_row_alone(rule):
         assert torch.equal(alone[0][slots[row]], first[0][slots[row]])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@EACH_RULE
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
 def test_a_disabled_update_writes_nothing(rule, kind):
     weight, state, slots, gradient = random_rows(5, rule, 7, 11, 6)
@@ -249,8 +261,8 @@ def test_what_does_not_fit_is_refused():
     weight, slots, gradient = torch.ones(4, 3), torch.tensor([1, 2]), torch.ones(2, 3)
     across, rows, index = here(torch.ones(3, 4)).t(), torch.zeros(2, 8), torch.arange(2)
     for says, call in (
-        ("adam keeps 6 floats", (RULES[3], weight, torch.ones(4, 3), slots, gradient)),
-        ("adagrad keeps 3 floats", (RULES[1], weight, None, slots, gradient)),
+        ("adam keeps 6 floats", (RULES[4], weight, torch.ones(4, 3), slots, gradient)),
+        ("adagrad keeps 3 floats", (RULES[2], weight, None, slots, gradient)),
         (
             "2 slots do not go with the gradients of 1",
             (RULES[0], weight, None, slots, gradient[:1]),

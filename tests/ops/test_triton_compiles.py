@@ -20,6 +20,7 @@ import pytest
 import torch
 from jagged import bag_of, segments_of
 
+from distcache.ops.formulas import FORMULAS
 from distcache.ops.reference import Rule, segment_chunks
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -34,7 +35,7 @@ COUNTED = {
     "barriers": r"bar\.sync",
 }
 TYPES = {torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8", float: "fp32", int: "i32"}
-VARIANT = ("HOPS", "WEIGHTED", "SCATTER", "MOST", "RULE", "MASKED", "FROM", "TO")
+VARIANT = ("HOPS", "WEIGHTED", "SCATTER", "MOST", "RULE", "DECAY", "MASKED", "FROM", "TO")
 
 
 class Recorder:
@@ -67,8 +68,11 @@ def call_all(width):
     at = torch.arange(3)
     bodies.copy_rows(rows, at, torch.zeros(3, width), None)
     bodies.copy_rows(torch.zeros(3, width), None, rows, at)
-    for name in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
-        rule = Rule(name, 0.1)
+    for name, decays in (*((name, "") for name in FORMULAS), ("sgd", "decoupled"), ("adam", "l2")):
+        formula, exponent = FORMULAS[name], 2 * (name == "ftrl")
+        others = 3 + len(formula.state) + (exponent > 0)
+        numbers = (0.1,) * (formula.step.__code__.co_argcount - others)
+        rule = Rule(name, numbers, exponent, decays, 0.1)
         state = torch.zeros(4, rule.state_width(width)) if name != "sgd" else None
         for enabled in (None, torch.ones((), dtype=torch.bool)):
             bodies.update_rows(rule, rows, state, torch.arange(3), torch.zeros(3, width), enabled)
@@ -109,6 +113,7 @@ def main(capability, widths):
         seen = set()
         for kernel, arguments, constants in launches:
             variant = {key: constants[key] for key in VARIANT if key in constants}
+            variant |= {"RULE": constants["RULE"].__name__} if "RULE" in constants else {}
             variant |= {"kernel": kernel.__name__, "width": width}
             if (key := tuple(variant.items())) in seen:
                 continue
@@ -140,7 +145,7 @@ def test_every_launch_compiles_and_rounds_as_it_says(
         sums = [one for one in found if (one["kernel"], one["width"]) == ("segment_sums", width)]
         updates = [one for one in found if (one["kernel"], one["width"]) == ("update_rows", width)]
         copies = [one for one in found if (one["kernel"], one["width"]) == ("copy_rows", width)]
-        assert {one["HOPS"] for one in sums} == {0, 1, 2} and len(updates) == 8
+        assert {one["HOPS"] for one in sums} == {0, 1, 2} and len(updates) == 20
         assert {(one["FROM"], one["TO"]) for one in copies} == {(True, False), (False, True)}
         for one in sums + updates + copies:
             assert one["bytes"] > 0
@@ -149,7 +154,7 @@ def test_every_launch_compiles_and_rounds_as_it_says(
             assert (one["wide_loads"] > 0) == (width % 4 == 0 and width > 4), one
         assert all(one["barriers"] == 0 for one in sums + copies)
         for one in updates:
-            rooted = one["RULE"] != "sgd"
+            rooted = one["RULE"] not in ("sgd", "momentum_sgd")
             assert (one["sqrt"] > 0) == (one["division"] > 0) == rooted, one
 
 

@@ -113,7 +113,12 @@ def test_overlapped_and_serial_have_the_bits_and_counts_of_one_another(world: in
 
 @pytest.mark.parametrize("world", [1, 2, 3, FOUR])
 def test_every_cache_and_placement_has_the_bits_of_resident(world: int) -> None:
-    names = {1: ("adagrad", "sgd"), 2: ("rowwise_adagrad",), 3: ("adam",), 4: ("adagrad",)}[world]
+    names = {
+        1: ("adagrad", "sgd", "momentum_sgd"),
+        2: ("rowwise_adagrad", "counted_adam"),
+        3: ("adam", "ftrl"),
+        4: ("adagrad", "partial_rowwise_adam"),
+    }[world]
     for found in exact(world, *(others(scenario(name), world) for name in names)):
         for kind, outcome in zip(KINDS, found[-len(KINDS) :], strict=True):
             assert outcome.summary["rows_written_back"] > 0, kind
@@ -217,7 +222,12 @@ def test_homes_that_are_planned_in_parts_have_the_bits_of_resident(world: int) -
 
 @pytest.mark.parametrize("world", [1, 2, 3, FOUR])
 def test_agrees_with_the_independent_trainer(world: int) -> None:
-    names = {1: tuple(OPTIMIZERS), 2: ("sgd", "adam"), 3: ("rowwise_adagrad",), 4: ("adagrad",)}
+    names = {
+        1: tuple(OPTIMIZERS),
+        2: ("sgd", "adam", "partial_rowwise_adam", "l2"),
+        3: ("rowwise_adagrad", "counted_adam"),
+        4: ("adagrad",),
+    }
     double = {"dtype": torch.float64}
     cases = [scenario(o, **double, steps=60 if world == 1 else 30) for o in names[world]]
     groups = [[case, CachedSettings("data", (240, 12), **double)] for case in cases]
