@@ -101,6 +101,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
         is_weighted=case.weighted,
         optimizer=replace(case.optimizer.rows(), lr=case.lr),
         timeout_s=60,
+        seed=0,
         dtype=case.dtype,
         **how,
     )
