@@ -453,14 +453,14 @@ def row_update(name: str, lr: float = 0.0, **settings: Any) -> RowUpdate:
 def by_table(
     optimizer: RowUpdate | Mapping[str, RowUpdate], tables: Sequence[str]
 ) -> list[RowUpdate]:
-    """The row optimizer of each table, of one for all or of a mapping by name.
+    """The row optimizer, one where it is the same for all tables, or that of each table.
 
     Raises ConfigError where some table has none, or where they differ in more than `lr` and
     `weight_decay`.
     """
     if isinstance(optimizer, RowUpdate):
-        return [optimizer] * len(tables)
-    if set(optimizer) != set(tables):
+        return [optimizer]
+    if not optimizer or set(optimizer) != set(tables):
         raise ConfigError(f"optimizers of tables {sorted(optimizer)}, not {sorted(tables)}")
     found = [optimizer[name] for name in tables]
     for name, own in zip(tables, found, strict=True):
@@ -469,7 +469,7 @@ def by_table(
                 f"table {name!r} has {own}, and {tables[0]!r} has {found[0]}: the tables of a "
                 "collection differ in lr and weight_decay alone; make a collection for each"
             )
-    return found
+    return found if len(set(found)) > 1 else found[:1]
 
 
 def apply_rows(

@@ -34,7 +34,8 @@ from distcache.comm.rendezvous import meet
 from distcache.comm.world import World, close_world, current_world, has_group, require_group
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
-from distcache.embedding.collection import CachedCollection, RowOptimizer
+from distcache.embedding.collection import CachedCollection
+from distcache.embedding.optimizer import RowOptimizer
 from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError
 from distcache.trainer.checkpoint import (
@@ -162,7 +163,11 @@ class _Loop:
             model = model.module if inner is None else inner
         self._model = model
         named = model.named_modules()
-        self._collections = {name: m for name, m in named if isinstance(m, CachedCollection)}
+        self._collections = {
+            name: m
+            for name, m in named
+            if isinstance(m, CachedCollection) and m.reader.lookups.specs  # and not tables=[]
+        }
         for at, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
@@ -178,9 +183,10 @@ class _Loop:
     def joined(self, asked: str, limit_s: float | None = None) -> Iterator[World]:
         """The ranks, whose main threads meet; PeerError on rank 0 where it is alone for `limit_s`
         seconds, a collection's `timeout_s` at most."""
-        all_tables = [collection.tables for collection in self._collections.values()]
-        if all_tables:
-            all_tables[0].meet(asked, _ON_ALL, limit_s)
+        members = [collection._member for collection in self._collections.values()]
+        if members:
+            members[0].meet(asked, _ON_ALL, limit_s)
+            all_tables = [collection.tables for collection in self._collections.values()]
             numbers = sum(table.rows * table.dim for own in all_tables for table in own.tables)
             with library_words(), file_world(all_tables[0].world, numbers) as files:
                 yield files

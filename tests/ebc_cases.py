@@ -234,9 +234,11 @@ def plain_tables(tables: list[Any] | None = None) -> nn.Module:
 
 
 def cached(name: str = "adagrad", tables: Any = None, **settings: Any):
-    """A collection over `tables` with the optimizer `name`."""
+    """A collection over `tables` with the optimizer `name`, and always the same initial rows."""
     make = CachedEmbeddingBagCollection if _kind == "bags" else CachedEmbeddingCollection
     settings.setdefault("rows", 300)
+    if settings.get("init") != "torch":
+        settings.setdefault("seed", 0)
     return make(tables if tables is not None else configs(), optimizer=UPDATES[name], **settings)
 
 

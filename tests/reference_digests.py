@@ -263,7 +263,7 @@ def make_tables(case: Case, rank: int, folder: Path, kind: str) -> Any:
 
     import distcache
 
-    how = CACHE | {"timeout_s": 60} | case.settings
+    how = CACHE | {"timeout_s": 60, "seed": 0} | case.settings
     how["optimizer"] = getattr(distcache.optim, ROWS[case.optimizer])(lr=RATES[case.optimizer])
     if case.counted:
         how["statistics"] = write_counts(case, folder / f"{rank}")

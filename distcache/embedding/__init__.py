@@ -3,9 +3,8 @@
 from distcache.embedding.collection import (
     CachedEmbeddingBagCollection,
     CachedEmbeddingCollection,
-    RowOptimizer,
-    clip_grad_norm_,
 )
+from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
 from distcache.embedding.stream import Lookahead, lookahead
 
 __all__ = [

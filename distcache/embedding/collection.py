@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,15 +27,22 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distcache.comm.link import agree_on, on_first, together
-from distcache.comm.world import current_world, has_group, require_group
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
-from distcache.embedding.settings import CacheSettings, Recipe, check_names
-from distcache.embedding.step import CollectionTables, OpenStep
+from distcache.embedding.member import Membership
+from distcache.embedding.open_step import OpenStep
+from distcache.embedding.optimizer import RowOptimizer, row_update
+from distcache.embedding.settings import (
+    CacheSettings,
+    NoUpdate,
+    Recipe,
+    StepParameters,
+    check_names,
+)
+from distcache.embedding.step import CollectionTables
+from distcache.embedding.weights import TableView
 from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
-from distcache.engine.whole import Part
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
-from distcache.layout import group_tables
 from distcache.optim import RowUpdate, by_table
 from distcache.store.table_files import (
     Stored,
@@ -47,253 +52,6 @@ from distcache.store.table_files import (
 )
 
 log = logging.getLogger(__name__)
-
-# -----------------------------------------------------------------------------
-# When the tables of a collection are made: as soon as its ranks are known.
-#
-# A collection that is made before `init_process_group` (in a module's `__init__`, say) does not
-# know yet who trains with it. It waits; the first use of any collection that waits makes the tables
-# of all of them, in the order in which they were made: that order is the same on every rank, the
-# order in which a model uses them need not be.
-
-_waiting: list[weakref.ref[Membership]] = []
-"""Those that have no tables yet, in the order in which they were made."""
-
-
-class Membership:
-    """Who trains the tables of a collection, and `made`, the tables once that is known.
-
-    Where torch.distributed is initialised they are made at once, by all ranks of the group;
-    otherwise at the first use, by all ranks that there are then, or by this process alone. It does
-    not hold the collection, so that one that nobody uses is gone at the same time on all ranks.
-    """
-
-    def __init__(
-        self, recipe: Recipe, process_group: dist.ProcessGroup | None, timeout_s: float
-    ) -> None:
-        self._recipe, self._timeout_s = recipe, timeout_s
-        self.made: CollectionTables | None = None
-        self._alone, self._closed, self._error = False, False, ""
-        if process_group is not None or has_group():
-            self._join(process_group)
-        else:
-            _waiting.append(weakref.ref(self))
-
-    @property
-    def tables(self) -> CollectionTables:
-        """The tables; makes them, and those of all collections that wait, if need be.
-
-        Called by all ranks. Raises ConfigError where this is one of several ranks that have no
-        process group, or where a group of several ranks came after the tables were made for this
-        process alone; PlanError once closed.
-        """
-        name = self._recipe.name
-        if self._closed:
-            raise PlanError(f"the {name} is closed: make a new one")
-        if self.made is None:
-            require_group(
-                "the first use of a cached collection (a forward, a look-ahead, state_dict, "
-                "load_state_dict)"
-            )
-            while _waiting:
-                member = _waiting.pop(0)()
-                if member is not None and member.made is None and not member._closed:
-                    member._join(None)
-        elif self._alone and has_group() and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"this {name} was used before init_process_group and trains alone, but now there "
-                f"are {dist.get_world_size()} ranks, whose tables would drift apart: call "
-                "torch.distributed.init_process_group before its first use (a forward, a "
-                "look-ahead, state_dict, load_state_dict)"
-            )
-        if self.made is None:
-            raise PlanError(f"the tables of this {name} could not be made: {self._error}")
-        return self.made
-
-    def _join(self, process_group: dist.ProcessGroup | None) -> None:
-        """Make the tables; by all ranks of the group."""
-        self._alone = not has_group()
-        try:
-            world = current_world(self._recipe.device, process_group, self._timeout_s)
-            self.made = CollectionTables(world, self._recipe)
-        except Exception as error:
-            self._error = str(error)
-            raise
-
-    def close(self) -> None:
-        """Let go of the tables, or of the wish to have any."""
-        self._closed = True
-        if self.made is not None:
-            self.made.close()
-
-
-# -----------------------------------------------------------------------------
-# The optimizer of a collection's rows, as `torch.optim` has it, and clipping with it.
-
-
-class RowOptimizer(torch.optim.Optimizer):
-    """Applies the row gradients of a step; its parameters are the step's row leaves.
-
-    One parameter `[U, D]` for each width of table: the distinct rows of the step's global batch,
-    whose `.grad` is the gradient to apply, the same on every rank, once the last backward pass of
-    the step is over. `param_groups[0]` has the rate, `lr`, and `weight_decay`; where tables have
-    their own, there is one group for each, in the order of tables, and the parameters, which are of
-    all tables, are those of the first. `step()` changes the cached rows; a step without gradients
-    changes nothing and does not count.
-    """
-
-    def __init__(self, member: Membership, recipe: Recipe) -> None:
-        """The optimizer of the tables that `member` has or will have, of `recipe`."""
-        self._member, self._update = member, recipe.update
-        names = [spec.name for spec in recipe.lookups.specs]
-        self._named = [[name] for name in names] if recipe.by_table else [names]
-        kinds = recipe.updates[: len(self._named)]
-        groups = [{"lr": own.lr, "weight_decay": own.weight_decay, "params": []} for own in kinds]
-        groups[0]["params"] = recipe.leaves
-        self.param_groups: list[dict[str, Any]] = []
-        super().__init__(groups, {})
-        self.param_groups[0]["params"] = recipe.leaves  # whose members each step changes
-
-    def _updates(self) -> list[RowUpdate]:
-        """The optimizer of each table, with its rate."""
-        found = []
-        for names, group in zip(self._named, self.param_groups, strict=True):
-            own = {key: float(group[key]) for key in ("lr", "weight_decay")}
-            found += [replace(self._update, **own)] * len(names)
-        return found
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the rows of the step whose backward is done; called by all ranks.
-
-        Raises PlanError before the last micro-batch, or without any backward.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._member.tables.apply(self._updates())
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the row gradients gathered so far; they are always set to None."""
-        tables = self._member.made
-        if tables is not None and tables.current is not None:
-            tables.current.drop()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the group that the optimizer is made with; raises ConfigError for another."""
-        if len(self.param_groups) == len(self._named):
-            raise ConfigError("a RowOptimizer has the rows of its collection and no other group")
-        super().add_param_group(param_group)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise PlanError: the rows are not the optimizer's to copy."""
-        raise PlanError(
-            "a RowOptimizer can be neither copied nor pickled: save its state_dict(), and load "
-            "that into the one of a new collection"
-        )
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Whole-table state in original ids, after a flush; called by all ranks.
-
-        `state[table]`: `step` (steps applied) and views of the store named as in torch.optim
-        (`sum` `[rows, D]` or `[rows, 1]`; `exp_avg`, `exp_avg_sq`), which change as training goes
-        on (copies, on several nodes); `param_groups`: `lr`, `weight_decay` and what schedulers
-        keep, `params` the table names.
-        """
-        tables = self._member.tables
-        state: dict[str, dict[str, Any]] = {}
-        for index, (spec, (_, values)) in enumerate(tables.views(states=True)):
-            state[spec.name] = {"step": torch.tensor(tables.counts[index])}
-            for name, columns in self._update.state_columns(spec.dim).items():
-                if values is not None:
-                    state[tables.tables[index].name][name] = values[:, columns]
-        pairs = zip(self.settings(), self._named, strict=True)
-        return {
-            "state": state,
-            "param_groups": [{**group, "params": list(names)} for group, names in pairs],
-        }
-
-    def settings(self) -> list[dict[str, Any]]:
-        """Of each group of parameters all but these."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-
-    def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take what `settings` gave."""
-        if len(groups) != len(self.param_groups):
-            raise ConfigError(
-                f"{len(groups)} param_groups, but this optimizer has {len(self.param_groups)}: one "
-                "for each table where their rates differ, when the collection is made"
-            )
-        for group, found in zip(self.param_groups, groups, strict=True):
-            group.update({k: v for k, v in found.items() if k != "params"})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; called by all ranks.
-
-        Raises ConfigError for state of other tables, another optimizer or other shapes, before
-        anything changes.
-        """
-        tables, state = self._member.tables, state_dict["state"]
-        names = [table.name for table in tables.tables]
-        if set(state) != set(names):
-            raise ConfigError(f"optimizer state of tables {sorted(state)}, not {sorted(names)}")
-        parts: list[Part] = []
-        for index, table in enumerate(tables.tables):
-            columns = self._update.state_columns(table.dim)
-            found, keeps = sorted(state[table.name]), sorted({"step", *columns})
-            if found != keeps:
-                raise ConfigError(
-                    f"table {table.name!r}: optimizer state {found}, but "
-                    f"{type(self._update).__name__} keeps {keeps}"
-                )
-            for name, at in columns.items():
-                want, got = (table.rows, at.stop - at.start), tuple(state[table.name][name].shape)
-                if want != got:
-                    raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
-                parts.append((index, at, state[table.name][name]))
-        tables.replace(parts, is_state=True)
-        tables.counts = [int(state[name]["step"]) for name in names]
-        self.take_settings(state_dict["param_groups"])
-
-
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    ebc: CachedCollection,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Clip dense gradients and the step's row gradients by their common norm, which is returned.
-
-    As `torch.nn.utils.clip_grad_norm_` over `parameters` and all tables on the device: each row
-    of the global batch counts once, whoever has its gradient, and the norm of the rows is the same
-    number in every placement. Call it after the last backward pass (and after
-    `GradScaler.unscale_`), on all ranks.
-    """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type={norm_type:g}: give a number above 0, or inf")
-    ebc.reduce()
-    tables, step = ebc.tables, ebc.tables.current
-    dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    dense = [parameter for parameter in dense if parameter.grad is not None]
-    none = torch.zeros((), dtype=torch.float64, device=tables.world.device)
-    norms = [none if step is None else step.view.norm(norm_type)]
-    if dense:
-        grads = [parameter.grad for parameter in dense]
-        norms.append(torch.nn.utils.get_total_norm(grads, norm_type).to(norms[0]))
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
-            "clipped: set error_if_nonfinite=False to scale by it anyway"
-        )
-    rows = [] if step is None else step.view.params
-    torch.nn.utils.clip_grads_with_norm_([*dense, *rows], max_norm, total)
-    return total
-
 
 # -----------------------------------------------------------------------------
 # What the drop-in collections have in common: all but what comes out of a lookup.
@@ -322,46 +80,46 @@ class CachedCollection(nn.Module):
         self,
         tables: Sequence[Any],
         device: torch.device | str | None,
-        optimizer: RowUpdate | Mapping[str, RowUpdate],
+        optimizer: Any,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         settings: dict[str, Any],
     ) -> None:
         """What `__init__` does after nn.Module's; raises what the collections say of theirs."""
         name = type(self).__name__
-        kinds = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-        if not all(isinstance(kind, RowUpdate) for kind in kinds):
-            raise ConfigError(
-                f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, "
-                "RowWiseAdagrad, Adam ... with its settings, such as "
-                "distcache.optim.Adagrad(lr=0.01), or {table: one} for each table"
-            )
+        kind, given = (settings.pop(f"optimizer_{what}", None) for what in ("type", "kwargs"))
+        update, in_backward = _chosen_update(optimizer, kind, given)
         check_names(settings, name)
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
         configs, where = checked_configs(tables, self._config), _concrete(device)
         lookups = lookups_of(configs)
-        leaves = [
-            torch.zeros(0, lookups.specs[at].dim, dtype=chosen.dtype, device=where).requires_grad_()
-            for at, *_ in group_tables(lookups.specs)
-        ]
-        updates = by_table(optimizer, [spec.name for spec in lookups.specs])
-        recipe = Recipe(configs, lookups, updates, chosen, where, name, self._pooled, leaves)
+        keys = [f"{self._tables_key}.{spec.name}.weight" for spec in lookups.specs]
+        updates = by_table(update, [spec.name for spec in lookups.specs])
+        parts = (configs, lookups, updates, in_backward, chosen, where, name, self._pooled)
+        recipe = Recipe(*parts, StepParameters(keys, updates))
         recipe.check_sizes()
-        self._recipe = recipe
-        self.reader = IdReader(recipe.lookups, self._pooled)
-        self._member = Membership(recipe, process_group, timeout_s)
-        self.optimizer = RowOptimizer(self._member, recipe)
-        self._frozen: set[str] = set()
+        recipe.parameters.show(recipe.no_leaves())
+        self.reader = IdReader(lookups, self._pooled)
+        waits = device is None or where.type == "meta" or not lookups.specs
+        self._member = Membership(recipe, process_group, timeout_s, waits)
+        self.optimizer = RowOptimizer(self._member)
+        self._frozen = set[str]()
+        self._views: tuple[Mapping[str, Tensor], nn.ModuleDict] | None = None
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
-        self.trainable = nn.Parameter(torch.empty(0, device=recipe.device))
+        self.trainable = nn.Parameter(torch.empty(0, device=where))
         """Empty: its `requires_grad` says whether the tables train."""
+
+    @property
+    def _recipe(self) -> Recipe:
+        return self._member.recipe
 
     @property
     def tables(self) -> CollectionTables:
         """The tables; made now, by all ranks, if they are not there yet."""
+        self._take_device()
         return self._member.tables
 
     @property
@@ -369,10 +127,40 @@ class CachedCollection(nn.Module):
         """Where the cache lies and the embeddings come out."""
         return self._recipe.device
 
+    def fused_optimizer(self) -> RowOptimizer:
+        """The optimizer, by the name that it has in TorchRec's fused collections."""
+        return self.optimizer
+
+    def _table_views(self) -> nn.ModuleDict:
+        """The tables by name, each with its `weight`; none of them among this module's own."""
+        self._take_device()
+        weights = self._member.expose()
+        if self._views is None or self._views[0] is not weights:
+            views = {name: TableView(weight) for name, weight in weights.items()}
+            self._views = weights, nn.ModuleDict(views)
+        return self._views[1]
+
+    def reset_parameters(self) -> None:
+        """Let each config's `init_fn` fill its table anew; not on 'meta'. Called by all ranks."""
+        self._take_device()
+        if self.device.type == "meta":
+            return
+        if self._member.made is None:
+            self._member.draw()
+            return
+        views = self._table_views()
+        with torch.no_grad():
+            for config in self._recipe.configs:
+                if config.init_fn is not None:
+                    config.init_fn(views[config.name].weight)
+
     def _open(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
         """The step, with its rows on the device, and the micro-batch that `features` is."""
         tables = self.tables
         try:
+            if not isinstance(features, KeyedJaggedTensor):
+                raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
+            tables.look_at_weights()
             return self._locate(tables, features)
         except DistcacheError as error:
             tables.failed(error)
@@ -381,9 +169,9 @@ class CachedCollection(nn.Module):
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        if not isinstance(features, KeyedJaggedTensor):
-            raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
-        trains = self.training and torch.is_grad_enabled()
+        trains, update = self.training and torch.is_grad_enabled(), self._recipe.update
+        if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
+            raise update.missing()
         current = tables.current
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:
@@ -446,7 +234,8 @@ class CachedCollection(nn.Module):
     def _frozen_now(self) -> frozenset[int]:
         """The frozen tables by index: what a step is opened with."""
         specs, all_of_them = self._recipe.lookups.specs, not self.trainable.requires_grad
-        named = (at for at, spec in enumerate(specs) if all_of_them or spec.name in self._frozen)
+        frozen = self._frozen | self._member.frozen()
+        named = (at for at, spec in enumerate(specs) if all_of_them or spec.name in frozen)
         return frozenset(named)
 
     def stage_ms(self) -> dict[str, float]:
@@ -585,10 +374,14 @@ class CachedCollection(nn.Module):
     ) -> None:
         """Whole tables in original ids, after a flush, as views of the store (on several nodes
         copies, one on each); by all ranks."""
-        if self.is_aside:
+        if self.is_aside or not self._recipe.lookups.specs:
             return
-        for table, (weight, _) in self.tables.views():
-            destination[f"{prefix}{self._tables_key}.{table.name}.weight"] = weight
+        if self.device.type == "meta":
+            found = dict(self._member.expose())
+        else:
+            found = {table.name: weight for table, (weight, _) in self.tables.views()}
+        for name, weight in found.items():
+            destination[f"{prefix}{self._tables_key}.{name}.weight"] = weight
 
     def _load_from_state_dict(
         self,
@@ -617,18 +410,37 @@ class CachedCollection(nn.Module):
             else:
                 found[index] = value
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
-        self.tables.replace([(index, slice(None), value) for index, value in found.items()])
+        if expected:
+            self.tables.replace([(index, slice(None), value) for index, value in found.items()])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """`.to()` and the like: the cache stays where it is, so they may only ask for that."""
-        dtype, device = self._recipe.settings.dtype, self._recipe.device
-        probe = fn(torch.empty(0, dtype=dtype, device=device))
-        if probe.device != device or probe.dtype != dtype:
+        """`.to()` and the like: they may say where the cache will lie; once it is made, they may
+        only ask for what is so."""
+        dtype, device = self._recipe.settings.dtype, self.device
+        try:
+            probe = fn(torch.empty(0, dtype=dtype, device=device))
+        except NotImplementedError:  # 'meta' has no data that could be copied, nor is there any
+            probe = fn(torch.empty(0, dtype=dtype, device="cpu"))
+            flag = torch.empty(0, device="cpu")
+            self.trainable = nn.Parameter(flag, self.trainable.requires_grad)
+        waits = self._member.made is None and probe.device.type != "meta"
+        if probe.dtype != dtype or (probe.device != device and not waits):
             raise ConfigError(
                 f"the cache lies on {device} in {dtype} and cannot become {probe.device}, "
-                f"{probe.dtype}: make {type(self).__name__} with device= and dtype="
+                f"{probe.dtype}: make {type(self).__name__} with device= and dtype=, or move it "
+                "before its first use"
             )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        if self.trainable.device != device:
+            self._member.move(_concrete(self.trainable.device))
+        return self
+
+    def _take_device(self) -> None:
+        """Take the device of the flag, where that was made anew on one as wrappers of models on
+        'meta' do."""
+        where = self.trainable.device
+        if self.device.type == "meta" and where.type != "meta":
+            self._member.move(_concrete(where))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise PlanError: the tables are shared memory that other ranks hold too."""
@@ -650,9 +462,35 @@ def _concrete(device: torch.device | str | None) -> torch.device:
     chosen = torch.get_default_device() if device is None else torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda'")
+    if chosen.type not in ("cpu", "cuda", "meta"):
+        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda' ('meta': not yet)")
     return chosen
+
+
+def _chosen_update(
+    optimizer: Any, kind: Any, given: Any
+) -> tuple[RowUpdate | Mapping[str, RowUpdate], bool]:
+    """What updates rows (of each table), and whether it does so inside backward: `optimizer`, or
+    `kind` with the arguments `given` as TorchRec's fused collections take them."""
+    if isinstance(optimizer, type) and kind is None:
+        optimizer, kind = None, optimizer
+    if kind is not None:
+        if optimizer is not None:
+            raise ConfigError("give optimizer= or optimizer_type=, not both")
+        return row_update(kind, given or {}), True
+    if given is not None:
+        raise ConfigError("optimizer_kwargs is given without optimizer_type")
+    if optimizer is None:
+        return NoUpdate(), False
+    kinds = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    if not all(isinstance(own, RowUpdate) for own in kinds):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, RowWiseAdagrad, "
+            "Adam ... with its settings, such as distcache.optim.Adagrad(lr=0.01), or {table: one} "
+            "for each table, or one of torch's or TorchRec's classes with its arguments as "
+            "optimizer_kwargs="
+        )
+    return optimizer, False
 
 
 # -----------------------------------------------------------------------------
@@ -681,17 +519,25 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,
-        optimizer: RowUpdate | Mapping[str, RowUpdate],
+        optimizer: RowUpdate | Mapping[str, RowUpdate] | type | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
         **settings: Any,
     ) -> None:
-        """`tables`, `is_weighted`, `device` as in TorchRec; the device does not change later.
+        """`tables`, `is_weighted`, `device` as in TorchRec; without a device, or on 'meta', it may
+        be moved (`.to(device)`, `to_empty(device=...)`) until its first use.
 
         `optimizer`: one of `distcache.optim`, with its settings, or one for each table by name,
-        which differ in `lr` and `weight_decay` alone. `process_group`: whose ranks train together
-        (all, where torch.distributed is initialised; else this process alone); groups of its own
-        are made from it. `timeout_s`: longest wait for another rank, seconds.
+        which differ in `lr` and `weight_decay` alone, whose steps are `step()`; or a class that
+        TorchRec's fused collections take (`torch.optim.SGD`, `Adagrad`, `Adam`,
+        `torchrec.optim.RowWiseAdagrad`), also by their name `optimizer_type`, with
+        `optimizer_kwargs`: then rows are updated inside backward, as where
+        `apply_optimizer_in_backward` is called on the `weight`s of all tables. Without one the
+        collection evaluates, and its first training forward raises.
+
+        `process_group`: whose ranks train together (all, where torch.distributed is initialised;
+        else this process alone); groups of its own are made from it. `timeout_s`:
+        longest wait for another rank, seconds.
 
         Settings by keyword: at most one of `rows` (slots per rank over all tables), `ratio` (of
         each width's rows) and `bytes` (default: 1.5 % of them, at least 32 MiB); `lookahead="auto"`
@@ -705,8 +551,10 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         `schedule="overlapped"|"serial"`: rows move beside the steps, or between them;
         `store_access="staged"|"zero_copy"`: through buffers, or read and written in host memory;
         `reduction="ordered"|"native"`, whose bits do not or may depend on the cache;
-        `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`; `seed=0` of the
-        initial rows; `on_bad_id="error"|"hash"` (modulo the table's rows).
+        `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`;
+        `init="auto"|"torch"|"seed"`, initial rows by torch's generator as in TorchRec, or a
+        function of `seed` (`"auto"`: torch's for up to 256 MiB of tables where no seed is given);
+        `on_bad_id="error"|"hash"` (modulo the table's rows).
 
         Raises ConfigError, on every rank, and MemoryTooSmallError where host or device memory
         does not hold the tables or the cache.
@@ -718,6 +566,17 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
         return self._recipe.configs
+
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """The same, for wrappers that know no collection of bags but TorchRec's own."""
+        return self._recipe.configs
+
+    @property
+    def embedding_bags(self) -> nn.ModuleDict:
+        """The tables by name, each with its `weight`, to be read and written at any time between
+        two steps, see `embedding.weights.TableWeight`; by all ranks. They are no modules of the
+        collection, so that its parameters do not have them. Raises PlanError on several nodes."""
+        return self._table_views()
 
     def is_weighted(self) -> bool:
         """Whether ids come with weights."""
@@ -735,12 +594,13 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        step, micro = self._open(features)
-        return KeyedTensor(
-            keys=self.embedding_names,
-            length_per_key=list(self.reader.lookups.dims),
-            values=step.pooled(micro, features if self._is_weighted else None),
-        )
+        dims = list(self.reader.lookups.dims)
+        if self.device.type == "meta":
+            pooled = torch.empty(features.stride(), sum(dims), device="meta")
+        else:
+            step, micro = self._open(features)
+            pooled = step.pooled(micro, features if self._is_weighted else None)
+        return KeyedTensor(keys=self.embedding_names, length_per_key=dims, values=pooled)
 
 
 # -----------------------------------------------------------------------------
@@ -765,35 +625,53 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         tables: Sequence[EmbeddingConfig],
         device: torch.device | str | None = None,
         need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: dict[str, bool] | None = None,
         *,
-        optimizer: RowUpdate | Mapping[str, RowUpdate],
+        optimizer: RowUpdate | Mapping[str, RowUpdate] | type | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
         **settings: Any,
     ) -> None:
-        """`tables`, `device`, `need_indices` as in TorchRec; the device does not change later.
+        """`tables`, `device`, `need_indices` as in TorchRec.
 
-        `need_indices`: the ids come along, as the weights of the `JaggedTensor`s. The other
-        arguments, and what is raised, are those of `CachedEmbeddingBagCollection`.
+        `need_indices`: the ids come along, as the weights of the `JaggedTensor`s.
+        `use_gather_select` and the like say how TorchRec computes when it shards; they are kept for
+        those who ask. The other arguments, and what is raised, are those of
+        `CachedEmbeddingBagCollection`.
         """
         super().__init__()
         self._need_indices = need_indices
+        self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
         return self._recipe.configs
 
+    @property
+    def embeddings(self) -> nn.ModuleDict:
+        """The tables by name, each with its `weight`; see `CachedEmbeddingBagCollection`."""
+        return self._table_views()
+
     def need_indices(self) -> bool:
         """Whether ids come along with their rows."""
         return self._need_indices
 
+    def use_gather_select(self) -> bool:
+        """What it was made with."""
+        return self._gather_select[0]
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """What it was made with."""
+        return self._gather_select[1]
+
     def embedding_dim(self) -> int:
-        """The width of all tables; raises ConfigError where they differ."""
+        """The width of all tables, -1 without any; raises ConfigError where they differ."""
         widths = sorted({config.embedding_dim for config in self._recipe.configs})
         if len(widths) > 1:
             raise ConfigError(f"embedding_dim(): the tables have several widths, {widths}")
-        return widths[0]
+        return widths[0] if widths else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """The keys of the output, by table: `feature`, or `feature@table` for a shared feature."""
@@ -806,6 +684,8 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
+        if self.device.type == "meta":
+            return self._on_meta(features)
         step, micro = self._open(features)
         ids, rows, device = step.reads[micro].ids, step.rows(micro), self._recipe.device
         given, names = features.lengths_or_none(), self.reader.lookups.names
@@ -824,3 +704,13 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             )
             for at, name in enumerate(names)
         }
+
+    def _on_meta(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        found, lookups = features.to_dict(), self.reader.lookups
+        rows: dict[str, JaggedTensor] = {}
+        for name, key, dim in zip(lookups.names, lookups.features, lookups.dims, strict=True):
+            ids = found[key]
+            values = torch.empty(len(ids.values()), dim, device="meta")
+            indices = ids.values() if self._need_indices else None
+            rows[name] = JaggedTensor(values, indices, ids.lengths())
+        return rows

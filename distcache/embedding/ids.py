@@ -90,8 +90,6 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
     """
     if isinstance(configs, BaseEmbeddingConfig) or not isinstance(configs, Sequence):
         raise ConfigError(f"tables: give a list of {kind.__name__}, not {type(configs).__name__}")
-    if not configs:
-        raise ConfigError(f"tables=[]: give at least one {kind.__name__}")
     seen: set[str] = set()
     for config in configs:
         if not isinstance(config, kind):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
 from distcache.engine.placing import CacheRequest, Known
 from distcache.errors import ConfigError, DistcacheError
+from distcache.layout import group_tables
 from distcache.optim import RowUpdate
 from distcache.planner.victims import WINDOWS, Policy
 from distcache.popularity.slots import statistics_of
@@ -43,7 +44,8 @@ class CacheSettings(CacheConfig):
     store_access: str = choice(*ACCESS)
     gradient_reduction: str = choice("mean", "sum")
     dtype: torch.dtype = torch.float32
-    seed: int = least(0, 0)
+    init: str = choice("auto", "torch", "seed")
+    seed: int | None = least(0, None)
     on_bad_id: str = choice("error", "hash")
     on_nonfinite: str = choice("off", "skip", "stop")
 
@@ -64,6 +66,11 @@ class CacheSettings(CacheConfig):
         if not (given is None or isinstance(given, str | PathLike | Statistics)):
             raise ConfigError(
                 f"statistics={given!r} is neither a folder nor a distcache Statistics"
+            )
+        if self.init == "torch" and self.seed is not None:
+            raise ConfigError(
+                f"seed={self.seed} with init='torch', where initial rows are torch's generator's: "
+                "call torch.manual_seed before the collection is made, or give init='seed'"
             )
         if sum(size is not None for size in (self.rows, self.ratio, self.bytes)) > 1:
             raise ConfigError("give at most one of rows, ratio, bytes")
@@ -147,30 +154,96 @@ def library_words() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class NoUpdate(RowUpdate):
+    """What stands in for an optimizer that nobody has given."""
+
+    lr: float = 0.0
+    name: ClassVar[str] = "none"
+    formula: ClassVar[str] = "sgd"
+
+    def numbers(self, lr: float, step: int) -> tuple[float, ...]:
+        """Raise ConfigError: there are none."""
+        raise self.missing()
+
+    def missing(self) -> ConfigError:
+        """The error for a collection that trains."""
+        return ConfigError(
+            "no optimizer was given, so the tables cannot be trained: make the collection with "
+            "optimizer=distcache.optim.Adagrad(lr=0.01), say, or with a class of torch's as "
+            "TorchRec's fused collections (optimizer_type=, optimizer_kwargs=), or call "
+            "apply_optimizer_in_backward on the weights of all its tables; evaluate after eval() "
+            "or in torch.no_grad(), or freeze the tables"
+        )
+
+
+class StepParameters:
+    """What the optimizer of a collection has: `groups` of parameters, which are those of the step
+    that is open, `[U, D]` for each width of table; and `named`, all by name, as TorchRec's
+    optimizers want them, the tables as empty parameters that stand for their state.
+
+    One group, or one for each table where they have rates or weight decay of their own: the
+    parameters, which are of all tables, are those of the first.
+    """
+
+    def __init__(self, tables: Sequence[str], updates: Sequence[RowUpdate]) -> None:
+        self.leaves: list[Tensor] = []
+        self.groups: list[dict[str, Any]] = [{"params": []} for _ in updates]
+        self.groups[0]["params"] = self.leaves
+        self.take(updates)
+        self.tables = {name: torch.zeros(0, device="cpu").requires_grad_() for name in tables}
+        self.named: dict[str, Tensor] = dict(self.tables)
+
+    def take(self, updates: Sequence[RowUpdate]) -> None:
+        """Let the groups have the settings of these."""
+        for group, own in zip(self.groups, updates, strict=True):
+            group |= {"lr": own.lr, "weight_decay": own.weight_decay}
+
+    def updates(self, update: RowUpdate) -> list[RowUpdate]:
+        """`update` of each table, with the rate and the decay that the groups have now."""
+        groups = self.groups if len(self.groups) > 1 else self.groups * len(self.tables)
+        return [
+            replace(update, lr=float(own["lr"]), weight_decay=float(own["weight_decay"]))
+            for own in groups
+        ]
+
+    def show(self, leaves: Sequence[Tensor]) -> None:
+        """Let these be the parameters."""
+        for at in range(len(self.leaves)):
+            self.named.pop(f"rows.{at}", None)
+        self.leaves[:] = leaves
+        self.named.update((f"rows.{at}", leaf) for at, leaf in enumerate(leaves))
+
+
+@dataclass(frozen=True)
 class Recipe:
     """All that a collection knows of its tables before its ranks: configs as TorchRec has them,
-    lookups, the optimizer of each table, and settings; `name`: of the collection, for messages;
-    `pooled`: whether bags come out, rather than the row of every id."""
+    lookups, the optimizer (of each table, where they differ), and settings; `name`: of the
+    collection, for messages; `pooled`: whether bags come out, rather than the row of every id;
+    `in_backward`: whether rows are updated at the end of a step's backward pass, and not by
+    `optimizer.step`."""
 
     configs: list[Any]
     lookups: Lookups
     updates: list[RowUpdate]
+    in_backward: bool
     settings: CacheSettings
     device: torch.device
     name: str
     pooled: bool
-    leaves: list[Tensor]
-    """The parameters of the optimizer: `[U, D]` for each width of table, empty before a step."""
+    parameters: StepParameters
+
+    def no_leaves(self) -> list[Tensor]:
+        """The parameters of the optimizer where no step is open: empty, one for each width."""
+        specs, dtype = self.lookups.specs, self.settings.dtype
+        return [
+            torch.zeros(0, specs[at].dim, dtype=dtype, device=self.device).requires_grad_()
+            for at, *_ in group_tables(specs)
+        ]
 
     @property
     def update(self) -> RowUpdate:
-        """The optimizer, as far as all tables have the same."""
+        """The optimizer, as far as tables have the same."""
         return self.updates[0]
-
-    @property
-    def by_table(self) -> bool:
-        """Whether tables have rates, or weight decay, of their own."""
-        return len(set(self.updates)) > 1
 
     @property
     def request(self) -> CacheRequest:
@@ -194,6 +267,8 @@ class Recipe:
     def check_sizes(self) -> None:
         """Raise ConfigError for sizes that no rank could have, and for statistics that are not
         there or of other tables; other errors need the ranks."""
+        if not self.lookups.specs:
+            return
         with library_words():
             if self.settings.split != "by_curve":
                 self.request.slots(self.lookups.named, 1, None)

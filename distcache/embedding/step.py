@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,37 +20,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
 from distcache.comm.rendezvous import meet, record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
+from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import Recipe, library_words
+from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import GroupRows
 from distcache.engine.planning import planner_threads
 from distcache.engine.step import (
     APPLY,
-    FORWARD,
-    FORWARD_BACKWARD,
-    TRAINING_LANE,
     Flight,
-    Span,
-    Stage,
     StageClock,
     record,
 )
-from distcache.engine.tables import CachedTables, Owners, StepRows, choices_of
+from distcache.engine.tables import CachedTables, choices_of
 from distcache.engine.whole import Part
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
-from distcache.optim import RowUpdate
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.store.memory import describe_bytes
+from distcache.store.rows import RowStore
 from distcache.store.table_files import Stored
 from distcache.streams import COMPUTE, Mark
 
@@ -84,203 +78,6 @@ _ALL_ASK = (
 )
 
 
-class OpenStep:
-    """A planned step whose rows are on the device, with its micro-batches `reads`.
-
-    Every forward looks up in the same leaves, one `[U + N, D]` for each group, so gradients gather
-    there. The end of the backward pass in which the last micro-batch has taken part sums them over
-    the ranks: from then on the `.grad` of `view.params` is what will be applied. `finite`: bool
-    `[1]` on the device, the same on all ranks, whether all sums were; `choices`: by group, which of
-    its rows are updated as which step.
-    """
-
-    def __init__(
-        self,
-        tables: CollectionTables,
-        flight: Flight,
-        reads: list[ReadIds],
-        leaves: Sequence[Tensor],
-        frozen: frozenset[int],
-    ) -> None:
-        """`frozen`: the tables, by index, that this step leaves as they are."""
-        self._tables, self.flight, self.reads, self.frozen = tables, flight, reads, frozen
-        self.trains = [not frozen.issuperset(group.tables) for group in tables.engine.groups]
-        """Whether any table of each group is updated."""
-        self.leaves: list[Tensor] | None = None
-        """None once the rows have changed, or the step has ended."""
-        self._began = self._looked_up = 0.0
-        self._forwarded: set[int] = set()
-        self._backed: set[int] = set()
-        self.reduced = False
-        self.finite: Tensor | None = None
-        self.owners: list[Owners | None] = []
-        self._task = -1
-        self._take(leaves)
-
-    @property
-    def pending(self) -> bool:
-        """Whether gradients wait to be applied or dropped."""
-        waiting = (*(self.leaves or []), *(part.rows for part in self.view.parts))
-        return any(tensor.grad is not None for tensor in waiting)
-
-    # --- forward ----------------------------------------------------------------------------
-
-    def pooled(self, micro: int, weighted: KeyedJaggedTensor | None = None) -> Tensor:
-        """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are;
-        `weighted`: what has the weights of its ids, which may have come since it was read."""
-        read, weights = self.reads[micro], None
-        if weighted is not None:
-            lengths = read.ids.offsets.diff().view(len(read.samples), read.ids.batch_size)
-            counts = lengths.sum(1).tolist()
-            weights = read.weights_of(weighted, self._tables.world.device).split(counts)
-        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro, weights)
-        self._watch(micro, [pooled])
-        return pooled
-
-    def rows(self, micro: int) -> list[Tensor]:
-        """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""
-        found = self._tables.engine.lookup(self.flight, self._current_leaves(), micro)
-        self._watch(micro, found)
-        return found
-
-    def _current_leaves(self) -> list[Tensor]:
-        """The leaves; read again once a step has changed its rows, by all ranks."""
-        if self.leaves is None:
-            with torch.inference_mode(False), torch.no_grad():
-                leaves = self._tables.engine.leaves(self.flight)
-            self._take(leaves)
-        return self.leaves or []
-
-    def _take(self, leaves: Sequence[Tensor]) -> None:
-        self._began = self._looked_up = time.perf_counter()
-        with torch.inference_mode(False), torch.no_grad():
-            pairs = zip(leaves, self.trains, strict=True)
-            self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
-            self.view = StepRows(self._tables.engine, self.flight, self.leaves)
-        own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
-
-        def after_accumulate(leaf: Tensor) -> None:
-            step = own()
-            if step is None:
-                raise _too_late()
-            step.accumulated(leaf)
-
-        for leaf in self.leaves:
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(after_accumulate)
-        self._tables.show_leaves(self.view.params)
-
-    def _watch(self, micro: int, found: Iterable[Tensor]) -> None:
-        """Learn when a backward pass goes through this lookup, if gradients are recorded."""
-        self._looked_up = time.perf_counter()
-        if not torch.is_grad_enabled():
-            return
-        self._forwarded.add(micro)
-        backed = self._backed  # not the step, which a graph that somebody keeps would hold
-        for tensor in found:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: backed.add(micro))
-
-    # --- backward ---------------------------------------------------------------------------
-
-    def accumulated(self, leaf: Tensor) -> None:
-        """A backward pass has added to the gradient of `leaf`: look at the end of the pass."""
-        if self.leaves is None or not any(leaf is own for own in self.leaves):
-            raise _too_late()
-        if self.reduced:
-            raise PlanError(
-                f"step {self.flight.step}: a backward pass came after its row gradients were "
-                "summed over the ranks; sum the losses of one step and call backward once, or read "
-                "with lookahead(batches, ebc, accumulate=k) for k micro-batches per step"
-            )
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            # Behind what others have queued by the end of the pass: DDP may issue its own there.
-            queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_of_backward))
-
-    def _end_of_backward(self) -> None:
-        if len(self._backed) == len(self.reads):
-            self.reduce()
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Sum the row gradients over the ranks, once; all ranks do it for the same step."""
-        if self.reduced or self.leaves is None or not any(self.trains):
-            return
-        self._span(FORWARD_BACKWARD, time.perf_counter())
-        local = [
-            (torch.zeros_like(at) if at.grad is None else at.grad) if trains else None
-            for at, trains in zip(self.leaves, self.trains, strict=True)
-        ]
-        self._tables.sum_up(self, local)
-        self.reduced = True
-
-    # --- step -------------------------------------------------------------------------------
-
-    def drop(self) -> None:
-        """Forget the gradients so far (`zero_grad`)."""
-        for tensor in (*(self.leaves or []), *self.view.params):
-            tensor.grad = None
-        if self.reduced:  # all of them are gone: what comes now begins the step anew
-            self._forwarded.clear()
-            self._backed.clear()
-        self.reduced = False
-
-    def ready(self, without_backward: bool = False) -> bool:
-        """Whether there is something to apply, summed by then; all ranks ask.
-
-        Raises PlanError where a step would lose part, and, unless `without_backward`, where no
-        backward pass has come here.
-        """
-        seen = self._forwarded | self._backed
-        if self.leaves is None or not seen or not any(self.trains):
-            return False
-        if (self._backed or self.reduced) and not self.pending:
-            return False  # dropped by zero_grad
-        total, number = len(self.reads), self.flight.step
-        if len(seen) < total:
-            raise PlanError(
-                f"step {number} was read as {total} micro-batches (accumulate={total}), of which "
-                f"{len(seen)} have gone through the model: call step() after the last"
-            )
-        if not (self._backed or self.reduced or without_backward):
-            raise PlanError(
-                f"step {number}: step() without a backward pass through the collection; call "
-                "loss.backward() first, or no step(); where the loss of this rank alone does not "
-                "depend on the embeddings, call ebc.reduce() after its backward"
-            )
-        self.reduce()
-        return True
-
-    def close(self) -> None:
-        """The rows have changed or left: leaves are stale, late backward passes are errors."""
-        self.drop()
-        self.leaves = None
-        self._forwarded.clear()
-        self._backed.clear()
-        self._tables.show_leaves([])
-
-    def _span(self, stage: Stage, end: float) -> None:
-        span = Span(stage.name, TRAINING_LANE, self.flight.step, self._began, end)
-        self.flight.spans.append(span)
-
-    def leave(self) -> None:
-        """The step ends without having been applied: to the stages' times it was an evaluation."""
-        if self.flight.spans:  # else all is told
-            self._span(FORWARD, self._looked_up)
-            self.flight.batch = replace(self.flight.batch, kind="eval")
-
-
-def _too_late() -> PlanError:
-    return PlanError(
-        "a backward pass reached the rows of a step that has ended: call backward before step() "
-        "and before the next batch's forward; for several batches per step read with "
-        "lookahead(batches, ebc, accumulate=k)"
-    )
-
-
 # -----------------------------------------------------------------------------
 # The tables of a collection over the engine, and the one step that is open.
 
@@ -294,23 +91,46 @@ class CollectionTables:
     `leaves`.
     """
 
-    def __init__(self, world: World, recipe: Recipe) -> None:
-        lookups, settings, update = recipe.lookups, recipe.settings, recipe.update
+    def __init__(
+        self, world: World, recipe: Recipe, initial: Sequence[Tensor] | None = None
+    ) -> None:
+        """`initial`: weights of the tables, `[rows, D]`, of which rank 0's count; None: by seed."""
+        lookups, self.settings = recipe.lookups, recipe.settings
         self.world, self.tables = world, list(lookups.specs)
-        self._leaves, self._no_leaves = recipe.leaves, list(recipe.leaves)
-        tables = self.tables
-        self.settings, self._lookups = settings, [tables[table] for table in lookups.tables]
+        self._lookups = [self.tables[table] for table in lookups.tables]
+        agree_on_versions(world)
+        self.current: OpenStep | None = None
+        self.counts = [0] * len(self.tables)
+        self.skipped = 0
+        self._frozen_of_all: Callable[[], Tensor] | None = None
+        self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
+        self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
+        self._streams: list[weakref.ref[Epoch]] = []
+        self.leaving: list[Reader] = []
+        """Behind look-aheads that nobody holds any more; may still be ending."""
+        self._unrecorded: deque[Flight] = deque()
+        self._window_is_open = self.settings.lookahead == "auto"
+        self._is_flushed = True
+        """Whether the stores have every row as the last step left it."""
+        self._exposed: list[TableRows] = []
+        self._begin(recipe, ())
+        self._initialise(recipe, initial)
+
+    def _begin(self, recipe: Recipe, stores: Sequence[RowStore]) -> None:
+        """Make what trains the rows of `stores`, or of new ones."""
+        world, tables, settings, update = self.world, self.tables, self.settings, recipe.update
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
-        own: dict[str, Any] = {"the collection": recipe.name, "the features": lookups.features}
-        own |= {"the order of tables": [table.name for table in tables], "optimizer": update}
-        own |= {"optimizers": recipe.updates if recipe.by_table else None}
+        own: dict[str, Any] = {"the collection": recipe.name, "optimizer": recipe.updates}
+        own |= {"the features": recipe.lookups.features, "in backward": recipe.in_backward}
+        own |= {"the order of tables": [table.name for table in tables]}
         own |= {f"table {table.name!r}": table for table in tables}
         own |= {f.name: getattr(settings, f.name) for f in fields(settings)}
         for where in ("statistics", "cluster"):
             del own[where]
-        agree_on_versions(world)
         agree_on(world, own | {"device": world.device.type})
         features = [feature for table in tables for feature in table.features]
+        self._parameters, self._no_leaves = recipe.parameters, recipe.no_leaves()
+        self._in_backward = recipe.in_backward
         with library_words():
             slots, placement, popularity = recipe.decide_rows(world)
             engine = TableSettings(
@@ -319,7 +139,7 @@ class CollectionTables:
                 prefetch=settings.prefetch,
                 policy=settings.policy_settings,
                 reduction=settings.reduction,
-                seed=settings.seed,
+                seed=settings.seed or 0,
                 dtype=settings.dtype,
                 fingerprint=zlib.crc32(repr(own).encode()),
                 schedule=settings.schedule,
@@ -329,34 +149,49 @@ class CollectionTables:
                 planner_threads=planner_threads("auto", world),
             )
             parts = (world, tables, features, update, engine)
-            self.engine = CachedTables(*parts, popularity, self._checked)
-        self.current: OpenStep | None = None
-        self.counts, self._by_table = [0] * len(self.tables), recipe.by_table
-        self.skipped = 0
+            self.engine = CachedTables(*parts, popularity, self._checked, stores)
         self.whole = self.engine.whole_tables
-        self._frozen_of_all: Callable[[], Tensor] | None = None
-        self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
-        self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
-        self._streams: list[weakref.ref[Epoch]] = []
-        self.leaving: list[Reader] = []
-        """Behind look-aheads that nobody holds any more; may still be ending."""
         self.statistics = StepStatistics(self.engine)
         self.clock = self.statistics.clock
-        self._unrecorded: deque[Flight] = deque()
-        self._window_is_open = settings.lookahead == "auto"
-        together(world, lambda: self._initialise(recipe))
 
-    def _initialise(self, recipe: Recipe) -> None:
-        """Initial rows where a table asks for others than the default; once on each node."""
-        seed = self.settings.seed
-        for index, config in enumerate([] if self.world.local_rank else recipe.configs):
-            change = initial_change(config, index, seed)
-            if change is not None:
-                self.whole.change_initial(index, seed, change)
+    def _initialise(self, recipe: Recipe, drawn: Sequence[Tensor] | None) -> None:
+        """Initial rows, where they are not those that stores have by themselves."""
+        seed, world = self.settings.seed or 0, self.world
+        for index, weight in enumerate(drawn or ()):
+            self.whole.spread(index, weight)
+        if drawn is not None:
+            return
+        if world.is_first and self.settings.init == "auto" and self.settings.seed is None:
+            log.info(
+                "initial rows of the %s are distcache's, by seed=0: its tables take more than %s, "
+                "or it was on 'meta' when it was made; init='torch' draws them as TorchRec",
+                *(recipe.name, describe_bytes(DRAWN_BYTES)),
+            )
+
+        def change_all() -> None:  # once on each node
+            for index, config in enumerate([] if world.local_rank else recipe.configs):
+                change = initial_change(config, index, seed)
+                if change is not None:
+                    self.whole.change_initial(index, seed, change)
+
+        together(world, change_all)
+
+    def take_update(self, recipe: Recipe) -> None:
+        """From now on rows, which had no optimizer, are updated as `recipe` says, with new state;
+        between two steps."""
+        self._let_go("giving them an optimizer")
+        self.record_all()
+        stores = self.engine.release()
+        for store in stores:
+            width = recipe.update.state_width(store.layout.dim)
+            if width:
+                store.add_state(width, recipe.update.initial_state(store.layout.dim))
+        self._begin(recipe, stores)
+        self.show_leaves([])
 
     def show_leaves(self, leaves: Sequence[Tensor]) -> None:
         """Let the optimizer have these as parameters; [] where no step has any."""
-        self._leaves[:] = leaves or self._no_leaves
+        self._parameters.show(leaves or self._no_leaves)
 
     @property
     def rows(self) -> list[GroupRows]:
@@ -509,7 +344,8 @@ class CollectionTables:
                 tables = engine.groups[group].tables
                 frozen = [table in step.frozen for table in tables]
                 alike = len({self.counts[table] for table in tables}) == 1 and not any(frozen)
-                if trains and (not alike or (self._by_table and len(tables) > 1)):
+                differ = len(self._parameters.groups) > 1 and len(tables) > 1
+                if trains and (differ or not alike):
                     step.owners[group] = step.view.owners(group, sums, frozen)
             if step.view.guard is not None or self.settings.on_nonfinite != "off":
                 step.finite = step.view.all_finite(sums)
@@ -518,10 +354,15 @@ class CollectionTables:
             leaf.grad = None  # the sums take its place
         step.view.take(sums, step.finite)
 
+    def summed(self) -> None:
+        """The current step's gradients are summed: rows may be updated inside backward."""
+        if self._in_backward:
+            self.apply()
+
     @torch.no_grad()
-    def apply(self, updates: Sequence[RowUpdate]) -> None:
-        """One optimizer step on the rows of the current step, if it has gradients. `updates`: of
-        each table, with its rate.
+    def apply(self) -> None:
+        """One optimizer step on the rows of the current step, if it has gradients, at the rates of
+        its parameters' groups.
 
         Raises NonFiniteLossError with `on_nonfinite="stop"`, once it is known that the gradients of
         a step were not finite; nothing was applied since.
@@ -541,12 +382,13 @@ class CollectionTables:
         engine, streams = self.engine, self.engine.streams
         kinds = [
             None if table in step.frozen else (update, self.counts[table] + 1)
-            for table, update in enumerate(updates)
+            for table, update in enumerate(self._parameters.updates(engine.update))
         ]
         choices = [
             choices_of(owners, [kinds[table] for table in group.tables])
             for owners, group in zip(step.owners, engine.groups, strict=True)
         ]
+        self._is_flushed = False
         if on == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
@@ -611,6 +453,7 @@ class CollectionTables:
         """Bring every changed row to the store of its home's node."""
         self._end_left()
         self.engine.flush(self.steps)
+        self._is_flushed = True
 
     def views(
         self, states: bool = False
@@ -629,11 +472,62 @@ class CollectionTables:
         limit = min(ALONE_S if limit_s is None else limit_s, world.timeout_s)
         meet(world.store, world.rank, world.size, limit, asked, way_out)
 
+    # --- weights as parameters, see `embedding.weights` -----------------------------------------
+
+    def weights(self) -> list[TableWeight]:
+        """The tables as parameters. Raises PlanError on several nodes, none of which has one."""
+        if self.world.nodes.count > 1:
+            raise PlanError(
+                f"the weights of table {self.tables[0].name!r} lie on {self.world.nodes.count} "
+                "nodes, each of which has part of its rows: read state_dict(), and write by "
+                "load_state_dict(), init_from or an init_fn in its config"
+            )
+        places = range(len(self.tables))
+        self._exposed = [TableRows(self, at, self.whole.local(at)[0]) for at in places]
+        return [rows.parameter() for rows in self._exposed]
+
+    def read_weights(self) -> None:
+        """See `weights.Owner`."""
+        if not self._is_flushed:
+            self.meet("a table's weight", _ALL_ASK)
+            self.flush()
+
+    def begin_write(self) -> bool:
+        """See `weights.Owner`. Raises PlanError inside a step."""
+        self.meet("writing a table's weight", _ALL_ASK)
+        self._judge(0)
+        self._let_go("writing a weight")
+        return not self.world.local_rank
+
+    def end_write(self, index: int) -> None:
+        """See `weights.Owner`."""
+        together(self.world, lambda: None)
+        self.whole.note_range(index, range(self.tables[index].rows))
+        self.engine.forget()
+
+    def look_at_weights(self) -> None:
+        """Before rows are read: PlanError where weights were written unnoticed; local."""
+        for rows in self._exposed:
+            if rows.is_written():
+                raise PlanError(
+                    f"the weight of table {self.tables[rows.index].name!r} was written past "
+                    "torch's functions, and cached rows may be newer or older: write by copy_, "
+                    "fill_ and the like, or load a state_dict"
+                )
+
+    # --- whole tables, once more ----------------------------------------------------------------
+
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
         self._let_go()
         self.whole.replace(parts, is_state)
         self.engine.forget()
+
+    def take_loaded(self, counts: Sequence[int]) -> None:
+        """Somebody has written to the views of optimizer state that they read."""
+        self._let_go()
+        self.engine.forget()
+        self.counts = list(counts)
 
     def saved(self, scratch: Path) -> dict[str, Any]:
         """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
@@ -673,9 +567,9 @@ class CollectionTables:
         if self.current is not None and self.current.pending:
             raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
 
-    def _let_go(self) -> None:
+    def _let_go(self, work: str = "loading") -> None:
         """Between two steps: bring all rows to the stores, and plan none ahead."""
-        self.require_between_steps("loading")
+        self.require_between_steps(work)
         with suppress(NonFiniteLossError):
             self._judge(0)
         self._judged.clear()  # of steps that what is loaded takes the place of

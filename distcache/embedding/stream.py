@@ -25,10 +25,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.embedding.collection import CachedCollection, Membership
+from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
+from distcache.embedding.member import Membership
+from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import LEAVING_S, STOP_S, OpenStep
+from distcache.embedding.step import LEAVING_S, STOP_S
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables

@@ -46,6 +46,7 @@ from distcache.layout import TableSpec
 from distcache.ops import put
 from distcache.optim import RowUpdate
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
+from distcache.store.rows import RowStore
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
 MARKS = 4
@@ -107,10 +108,12 @@ class CachedTables:
         settings: TableSettings,
         popularity: Popularity | None = None,
         check: Callable[[Batch], Batch] = lambda batch: batch,
+        stores: Sequence[RowStore] = (),
     ) -> None:
         """`features`: of the batches, in their order; `popularity`: what statistics say of these
         tables, in order; `check`: gives a batch whose ids lie in their tables, or raises DataError
-        (on the planner's thread). Raises MemoryTooSmallError where a host does not hold the rows.
+        (on the planner's thread); `stores`: of `release`, whose rows go on. Raises
+        MemoryTooSmallError where a host does not hold the rows.
         """
         self.world, self.tables, self.settings, self.update = world, list(tables), settings, update
         groups = make_groups(tables, features, world.size)
@@ -125,7 +128,7 @@ class CachedTables:
         self.counters = CollectiveCounters(world.nodes, world.rank)
         self.link = Link(world, world.device_group, self.counters, "the device group")
         self.streams = Streams(world.device)
-        self.rows = make_rows(self.groups, update, self.link, settings, self.streams)
+        self.rows = make_rows(self.groups, update, self.link, settings, self.streams, stores)
         self.whole_tables = WholeTables(world, self.tables, self.rows, update)
         self.planner = make_planner(world, self.rows, settings, check, popular)
         self._warm = ([own.hot for own in popular], share)
@@ -515,14 +518,17 @@ class CachedTables:
         self.require_unused()
         self.whole_tables.load(state)
 
-    def close(self) -> None:
-        """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
+    def release(self) -> list[RowStore]:
+        """End, once no stream is open, and hand over the stores; safe to call twice."""
         self.planner.threads.close()
         with suppress(RuntimeError):  # of a device that has failed, and has said so
             self.streams.drain()  # rows of steps that nobody ran may still be on their way
-        for rows in self.rows:
-            if rows.store is not None:
-                rows.store.close()
+        return [rows.store for rows in self.rows if rows.store is not None]
+
+    def close(self) -> None:
+        """Let go of the stores, once no stream is open; safe to call twice, on one rank alone."""
+        for store in self.release():
+            store.close()
 
 
 # -----------------------------------------------------------------------------

@@ -66,14 +66,15 @@ def make_rows(
     link: Link,
     settings: TableSettings,
     streams: Streams,
+    stores: Sequence[RowStore | None] = (),
 ) -> list[GroupRows]:
-    """Stores (one per node, initialised by its ranks) and device slots of every group."""
+    """Stores (one per node, initialised by its ranks, unless there are some) and device slots of
+    every group."""
     world = link.world
-    stores: Sequence[RowStore | None] = [None] * len(groups)
     slots = settings.slots
     if settings.mode == "resident":
-        slots = [group.layout.rows for group in groups]
-    else:
+        slots, stores = [group.layout.rows for group in groups], [None] * len(groups)
+    elif not stores:
         stores = make_stores(world, groups, update, settings.dtype, settings.seed, settings.access)
     if settings.mode == "host":
         slots = [world.size] * len(groups)
@@ -655,6 +656,18 @@ class WholeTables:
         drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows).to(store.dtype)
         change(drawn)
         _write(store, place, slice(None), drawn, False)
+
+    def spread(self, table: int, values: Tensor) -> None:
+        """Let a table have rank 0's `values`, `[rows, D]`, as weights; nothing may be cached."""
+        (store, place), world = self._store(table), self._world
+        if store.part.is_whole:
+            together(world, lambda: world.is_first and store.table(place)[0].copy_(values))
+            return
+        mine, exchange = range(len(values)), RowExchange(world, store, place)
+        for ids in blocks([mine, *[range(0)] * (world.size - 1)], _row_bytes(store)):
+            own, state = ids[world.rank], exchange.bring(ids)[1]
+            exchange.put(ids, (values[own.start : own.stop].to(store.dtype), state))
+        together(world, lambda: None)
 
     def fill(self, table: int, source: Stored) -> None:
         """Let the first rows of a table have the weights of `source`, `[rows, D]`; nothing may be

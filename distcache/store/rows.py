@@ -472,6 +472,24 @@ class RowStore:
                 self.nbytes / seconds / 1e9,
             )
 
+    def add_state(self, width: int, initial: Tensor) -> None:
+        """Give every row, which has none, the state `initial`, `[width]`; called by all ranks.
+
+        Raises MemoryTooSmallError on all ranks if some node cannot hold it.
+        """
+        world, device = self._world, None if self.direct is None else self.direct.device
+        if self.state is not None or not width:
+            raise PlanError(f"rows with {self.state_width} floats of state cannot get {width}")
+        size, what = (self.part.rows, width), f"{width} floats of state of {self.part.rows} rows"
+        nbytes = size[0] * width * self.dtype.itemsize
+        self.state = tensor_in(share_memory(nbytes, world, what, _WAY_OUT), 0, size, self.dtype)
+        self.state_width, self.nbytes = width, self.nbytes + nbytes
+        own = self.state.numpy()[world.local_rank :: world.local_size]
+        together(world, lambda: np.copyto(own, initial.numpy()) if initial.any() else None)
+        if self.direct is not None and device is not None:
+            self.direct.close()
+            together(world, lambda: self.open_to(device))
+
     def put(self, first: int, values: np.ndarray) -> slice | np.ndarray:
         """Write the weights, `[m, D]`, of the rows from number `first` on, those at home on this
         node; their places in the store."""

@@ -311,7 +311,7 @@ def test_bad_ids_keys_and_sizes_are_named(kind) -> None:
 def test_wrong_arguments_are_named(kind) -> None:
     ebc, model = made()
     with pytest.raises(ConfigError, match=r"give one of distcache.optim"):
-        type(ebc)(configs(), optimizer=torch.optim.SGD)
+        type(ebc)(configs(), optimizer="sgd")
     other = EmbeddingConfig if kind == "bags" else EmbeddingBagConfig
     with pytest.raises(ConfigError, match=rf"^tables: {other.__name__}\(.* is no torchrec\.Embed"):
         cached(tables=[other(4, 8, "t")])
@@ -323,7 +323,6 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"dtype": torch.float16}, "dtype=torch.float16"),
         ({"window": 3}, "window=3: no such setting: there are rows, ratio, bytes, lookahead"),
         ({"cache_row": 3}, "cache_row=3: no such setting: did you mean rows"),
-        ({"tables": []}, "at least one"),
         ({"tables": configs()[0]}, "give a list of Embedding.*Config, not Embedding.*Config"),
         ({"rows": "1000"}, "rows='1000' must be a whole number of at least 1"),
         ({"rows": True}, "rows=True must be a whole number"),
@@ -333,7 +332,7 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"placement": "mixed"}, "needs to know how often rows are looked up"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite=ignore"),
         ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
-        ({"device": "meta"}, "device=meta"),
+        ({"device": "mps"}, "device=mps"),
         ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
         ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
         ({"objective": "time"}, "objective='time': no such setting"),
@@ -345,7 +344,7 @@ def test_wrong_arguments_are_named(kind) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             cached(**settings)
-    with pytest.raises(ConfigError, match="CachedEmbeddingCollection, .*, got list"):
+    with pytest.raises(ConfigError, match=r"CachedEmbeddingCollection, .*, got list"):
         lookahead([], [ebc, model])
     with pytest.raises(ConfigError, match="accumulate=0"):
         lookahead([], ebc, accumulate=0)

@@ -102,6 +102,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
         is_weighted=case.weighted,
         optimizer=how.pop("optimizer", replace(case.optimizer.rows(), lr=case.lr)),
         timeout_s=60,
+        seed=0,
         dtype=case.dtype,
         **how,
     )
