@@ -30,7 +30,7 @@ from distcache.comm.link import agree_on, on_first, together
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
-from distcache.embedding.optimizer import RowOptimizer, row_update
+from distcache.embedding.optimizer import RowOptimizer, chosen_update
 from distcache.embedding.settings import (
     CacheSettings,
     NoUpdate,
@@ -88,7 +88,7 @@ class CachedCollection(nn.Module):
         """What `__init__` does after nn.Module's; raises what the collections say of theirs."""
         name = type(self).__name__
         kind, given = (settings.pop(f"optimizer_{what}", None) for what in ("type", "kwargs"))
-        update, in_backward = _chosen_update(optimizer, kind, given)
+        update, in_backward = chosen_update(optimizer, kind, given)
         check_names(settings, name)
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
@@ -423,8 +423,7 @@ class CachedCollection(nn.Module):
             probe = fn(torch.empty(0, dtype=dtype, device="cpu"))
             flag = torch.empty(0, device="cpu")
             self.trainable = nn.Parameter(flag, self.trainable.requires_grad)
-        waits = self._member.made is None and probe.device.type != "meta"
-        if probe.dtype != dtype or (probe.device != device and not waits):
+        if probe.dtype != dtype or (probe.device != device and self._member.made is not None):
             raise ConfigError(
                 f"the cache lies on {device} in {dtype} and cannot become {probe.device}, "
                 f"{probe.dtype}: make {type(self).__name__} with device= and dtype=, or move it "
@@ -465,32 +464,6 @@ def _concrete(device: torch.device | str | None) -> torch.device:
     if chosen.type not in ("cpu", "cuda", "meta"):
         raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda' ('meta': not yet)")
     return chosen
-
-
-def _chosen_update(
-    optimizer: Any, kind: Any, given: Any
-) -> tuple[RowUpdate | Mapping[str, RowUpdate], bool]:
-    """What updates rows (of each table), and whether it does so inside backward: `optimizer`, or
-    `kind` with the arguments `given` as TorchRec's fused collections take them."""
-    if isinstance(optimizer, type) and kind is None:
-        optimizer, kind = None, optimizer
-    if kind is not None:
-        if optimizer is not None:
-            raise ConfigError("give optimizer= or optimizer_type=, not both")
-        return row_update(kind, given or {}), True
-    if given is not None:
-        raise ConfigError("optimizer_kwargs is given without optimizer_type")
-    if optimizer is None:
-        return NoUpdate(), False
-    kinds = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-    if not all(isinstance(own, RowUpdate) for own in kinds):
-        raise ConfigError(
-            f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, RowWiseAdagrad, "
-            "Adam ... with its settings, such as distcache.optim.Adagrad(lr=0.01), or {table: one} "
-            "for each table, or one of torch's or TorchRec's classes with its arguments as "
-            "optimizer_kwargs="
-        )
-    return optimizer, False
 
 
 # -----------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Membership:
         name = self.recipe.name
         if self._closed:
             raise PlanError(f"the {name} is closed: make a new one")
-        if isinstance(self.recipe.update, NoUpdate):
+        if self.weights and not self.recipe.in_backward:
             self._adopt()
         if self.made is None:
             self._require_tables()
@@ -92,6 +92,7 @@ class Membership:
             )
         if self.made is None:
             raise PlanError(f"the tables of this {name} could not be made: {self._error}")
+        self.made.take_written()
         return self.made
 
     def meet(self, asked: str, way_out: str, limit_s: float | None = None) -> None:
@@ -144,7 +145,7 @@ class Membership:
     def draw(self) -> None:
         """Draw the initial weights of tables that are not made from torch's generator once more,
         as `reset_parameters` does."""
-        self._initial = draw_weights(self.recipe, again=True)
+        self._initial = draw_weights(self.recipe, self._initial, again=True)
 
     def close(self) -> None:
         """Let go of the tables, or of the wish to have any."""
@@ -178,13 +179,15 @@ class Membership:
 
     def _adopt(self) -> None:
         """Take the optimizer that `apply_optimizer_in_backward` gave all weights, if it did; by all
-        ranks, between two steps."""
-        names = [spec.name for spec in self.recipe.lookups.specs]
-        if not names or set(self.weights) != set(names):
-            return
+        ranks, between two steps. Raises ConfigError where there is one already."""
         found = in_backward(self.weights)
         if found is None:
             return
+        if not isinstance(self.recipe.update, NoUpdate):
+            raise ConfigError(
+                f"the weights of this {self.recipe.name} were given {found[0].__name__} in "
+                f"backward, but it was made with {self.recipe.update}: leave out one of them"
+            )
         update, parameters = row_update(*found), self.recipe.parameters
         self.recipe = replace(self.recipe, updates=[update], in_backward=True)
         parameters.take([update])

@@ -14,6 +14,7 @@ from torchrec.optim import RowWiseAdagrad, optimizers
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distcache import optim
+from distcache.embedding.settings import NoUpdate
 from distcache.engine.whole import Part
 from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec
@@ -39,6 +40,32 @@ _OURS |= {"initial_accumulator_value": "initial_accumulator"}
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 """Settings of theirs that say how a step is computed, not what it is."""
+
+
+def chosen_update(
+    optimizer: Any, kind: Any, given: Any
+) -> tuple[optim.RowUpdate | Mapping[str, optim.RowUpdate], bool]:
+    """What updates rows (of each table), and whether it does so inside backward: `optimizer`, or
+    `kind` with the arguments `given` as TorchRec's fused collections take them."""
+    if isinstance(optimizer, type) and kind is None:
+        optimizer, kind = None, optimizer
+    if kind is not None:
+        if optimizer is not None:
+            raise ConfigError("give optimizer= or optimizer_type=, not both")
+        return row_update(kind, given or {}), True
+    if given is not None:
+        raise ConfigError("optimizer_kwargs is given without optimizer_type")
+    if optimizer is None:
+        return NoUpdate(), False
+    kinds = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    if not all(isinstance(own, optim.RowUpdate) for own in kinds):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: give one of distcache.optim.SGD, Adagrad, RowWiseAdagrad, "
+            "Adam ... with its settings, such as distcache.optim.Adagrad(lr=0.01), or {table: one} "
+            "for each table, or one of torch's or TorchRec's classes with its arguments as "
+            "optimizer_kwargs="
+        )
+    return optimizer, False
 
 
 def row_update(kind: Any, given: Mapping[str, Any]) -> optim.RowUpdate:
@@ -108,7 +135,7 @@ class TableState(Mapping[str, Tensor]):
     `step`, and views of the store as of now. Read by all ranks."""
 
     def __init__(self, member: Membership, index: int) -> None:
-        self._member, self._index, self.step = member, index, torch.tensor(0)
+        self._member, self._index = member, index
 
     def _columns(self) -> dict[str, slice]:
         recipe = self._member.recipe
@@ -121,16 +148,8 @@ class TableState(Mapping[str, Tensor]):
         return 1 + len(self._columns())
 
     def __getitem__(self, name: str) -> Tensor:
-        tables = self._member.tables
-        if name == "step":
-            self.step.fill_(tables.counts[self._index])
-            return self.step
-        columns = self._columns()[name]
-        tables.read_weights()
-        state = tables.whole.local(self._index)[1]
-        if state is None:
-            raise KeyError(name)
-        return state[:, columns]
+        columns = None if name == "step" else self._columns()[name]
+        return self._member.tables.hand_out(self._index, columns)
 
 
 class RowOptimizer(KeyedOptimizer):
@@ -243,12 +262,6 @@ class RowOptimizer(KeyedOptimizer):
         keys = {parameter: key for key, parameter in self.params.items()}
         others = (own for own in self.state.items() if not isinstance(own[1], TableState))
         return {keys[parameter]: state for parameter, state in others}
-
-    def post_load_state_dict(self) -> None:
-        """TorchRec's optimizers have copied into `state`: rows are read anew; by all ranks."""
-        if self._specs:
-            states = [own for own in self.state.values() if isinstance(own, TableState)]
-            self._member.tables.take_loaded([int(own.step) for own in states])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; called by all ranks.

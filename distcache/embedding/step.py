@@ -113,6 +113,8 @@ class CollectionTables:
         self._is_flushed = True
         """Whether the stores have every row as the last step left it."""
         self._exposed: list[TableRows] = []
+        self._handed: list[tuple[int, bool, Tensor, int]] = []
+        """Table, whether it is its count of steps, and values of `hand_out` as they were then."""
         self._begin(recipe, ())
         self._initialise(recipe, initial)
 
@@ -389,6 +391,7 @@ class CollectionTables:
             for owners, group in zip(step.owners, engine.groups, strict=True)
         ]
         self._is_flushed = False
+        self._handed.clear()
         if on == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
@@ -515,6 +518,31 @@ class CollectionTables:
                     "fill_ and the like, or load a state_dict"
                 )
 
+    def hand_out(self, index: int, columns: slice | None) -> Tensor:
+        """Columns of a table's optimizer state, a view of the store, or, where None, its count of
+        steps: as of now, for whoever may copy other values into them before the next step."""
+        self.read_weights()
+        state = self.whole.local(index)[1]
+        if columns is None or state is None:
+            found = torch.tensor(self.counts[index])
+        else:
+            found = state.data[:, columns]  # with a count of changes of its own
+        self._handed.append((index, columns is None, found, found._version))
+        return found
+
+    def take_written(self) -> None:
+        """Notice what was copied into values of `hand_out`: rows are read anew. Raises PlanError
+        inside a step."""
+        written = [own for own in self._handed if own[2]._version != own[3]]
+        if not written:
+            return
+        self._let_go()
+        self._handed.clear()
+        self.engine.forget()
+        for index, is_count, value, _ in written:
+            if is_count:
+                self.counts[index] = int(value)
+
     # --- whole tables, once more ----------------------------------------------------------------
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
@@ -522,12 +550,6 @@ class CollectionTables:
         self._let_go()
         self.whole.replace(parts, is_state)
         self.engine.forget()
-
-    def take_loaded(self, counts: Sequence[int]) -> None:
-        """Somebody has written to the views of optimizer state that they read."""
-        self._let_go()
-        self.engine.forget()
-        self.counts = list(counts)
 
     def saved(self, scratch: Path) -> dict[str, Any]:
         """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""

@@ -32,19 +32,25 @@ def draws(recipe: Recipe) -> bool:
 
 
 @torch.no_grad()
-def draw_weights(recipe: Recipe, again: bool = False) -> list[Tensor] | None:
+def draw_weights(
+    recipe: Recipe, before: Sequence[Tensor] | None = None, again: bool = False
+) -> list[Tensor] | None:
     """Each table's initial weights, float32 `[rows, D]` on the CPU, as TorchRec's class draws them
     on the recipe's device; None where they come otherwise.
 
     TorchRec makes `nn.Embedding`s or `nn.EmbeddingBag`s, which draw from a normal distribution, and
     then lets each config's `init_fn` fill the weights: table by table, or, if bags come out, after
-    all are made. `again`: as `reset_parameters`, by the `init_fn`s alone.
+    all are made. `again`: as `reset_parameters`, by the `init_fn`s alone, of the weights `before`.
     """
     if recipe.device.type == "meta" or not draws(recipe):
         return None
+    where, specs = recipe.device, recipe.lookups.specs
+    if before is None:
+        before = [torch.empty(spec.rows, spec.dim, device="meta") for spec in specs]
     found: list[Tensor] = []
-    for spec, config in zip(recipe.lookups.specs, recipe.configs, strict=True):
-        found.append(torch.empty(spec.rows, spec.dim, dtype=torch.float32, device=recipe.device))
+    for weight, config in zip(before, recipe.configs, strict=True):
+        on_meta = weight.is_meta
+        found.append(torch.empty_like(weight, device=where) if on_meta else weight.to(where))
         if not again:
             nn.init.normal_(found[-1])
         if not recipe.pooled and config.init_fn is not None:
@@ -139,9 +145,9 @@ class TableWeight(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **kwargs)
+            rows = {w._at for w in tree_leaves((args, kwargs)) if isinstance(w, TableWeight)}
             if func == Tensor.data.__set__:
                 func, args = Tensor.copy_, (args[0].detach(), args[1])
-            rows = {w._at for w in tree_leaves((args, kwargs)) if isinstance(w, TableWeight)}
             for own in rows:
                 if own.tables is not None:
                     own.tables.read_weights()

@@ -295,12 +295,12 @@ def refusals(rank: int, size: int) -> dict[str, str]:
     def bags(lr=0.1, **settings) -> None:
         table = EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t")
         update = distcache.optim.SGD(lr=lr)
-        distcache.CachedEmbeddingBagCollection([table], optimizer=update, **settings)
+        distcache.CachedEmbeddingBagCollection([table], False, "cpu", optimizer=update, **settings)
 
     def rows(wide=0) -> None:
         table = EmbeddingConfig(num_embeddings=10, embedding_dim=4 + wide, name="t")
         sgd = distcache.optim.SGD(lr=0.1)
-        distcache.CachedEmbeddingCollection([table], optimizer=sgd)
+        distcache.CachedEmbeddingCollection([table], "cpu", optimizer=sgd)
 
     def command() -> None:
         open_world("cpu", "gloo", 60, open_store(find_place()))
