@@ -221,13 +221,16 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take what `settings` gave."""
+        self._check(groups)
+        for group, found in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in found.items() if k != "params"})
+
+    def _check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
             raise ConfigError(
                 f"{len(groups)} param_groups, but this optimizer has {len(self.param_groups)}: one "
                 "for each table where their rates differ, when the collection is made"
             )
-        for group, found in zip(self.param_groups, groups, strict=True):
-            group.update({k: v for k, v in found.items() if k != "params"})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; called by all ranks.
@@ -236,6 +239,7 @@ class RowOptimizer(torch.optim.Optimizer):
         anything changes.
         """
         tables, state = self._member.tables, state_dict["state"]
+        self._check(state_dict["param_groups"])
         names = [table.name for table in tables.tables]
         if set(state) != set(names):
             raise ConfigError(f"optimizer state of tables {sorted(state)}, not {sorted(names)}")
