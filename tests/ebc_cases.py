@@ -174,6 +174,17 @@ UPDATES = {
 }
 
 
+MORE = {
+    "counted_adam": distcache.optim.CountedAdam(lr=0.005),
+    "ftrl": distcache.optim.Ftrl(0.05, 1e-4, 1e-3),
+    "by table": {
+        f"t{i}": distcache.optim.Adam(lr=0.005 * (i + 1), weight_decay=0.1 * (i % 2))
+        for i in range(len(ROWS))
+    },
+}
+"""Others, and one for each table."""
+
+
 class Pooled(nn.Module):
     """A model for tables of different widths: linear over all embeddings, pooled by the table or,
     for sequences, here: each row by a score of its own, later ones more."""
@@ -239,7 +250,8 @@ def cached(name: str = "adagrad", tables: Any = None, **settings: Any):
     settings.setdefault("rows", 300)
     if settings.get("init") != "torch":
         settings.setdefault("seed", 0)
-    return make(tables if tables is not None else configs(), optimizer=UPDATES[name], **settings)
+    update = (UPDATES | MORE)[name]
+    return make(tables if tables is not None else configs(), optimizer=update, **settings)
 
 
 def loss_of(model: nn.Module, batch: Clicks) -> Tensor:

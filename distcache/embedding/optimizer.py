@@ -245,13 +245,16 @@ class RowOptimizer(KeyedOptimizer):
 
     def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take what `settings` gave."""
+        self._check(groups)
+        for group, found in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in found.items() if k != "params"})
+
+    def _check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
             raise ConfigError(
                 f"{len(groups)} param_groups, but this optimizer has {len(self.param_groups)}: one "
                 "for each table where their rates differ, when the collection is made"
             )
-        for group, found in zip(self.param_groups, groups, strict=True):
-            group.update({k: v for k, v in found.items() if k != "params"})
 
     @property
     def _specs(self) -> Sequence[TableSpec]:
@@ -269,6 +272,7 @@ class RowOptimizer(KeyedOptimizer):
         Raises ConfigError for state of other tables, another optimizer or other shapes, before
         anything changes.
         """
+        self._check(state_dict["param_groups"])
         state, names = dict(state_dict["state"]), [table.name for table in self._specs]
         others = {key: state.pop(key) for key in self.params if key in state and key not in names}
         if set(state) != set(names):

@@ -111,10 +111,11 @@ def update_rows(
     held = weight if state is None else state
     flag = weight if enabled is None else enabled.view(torch.uint8)
     columns = tuple((at.start, at.stop - at.start) for at in rule.columns(dim).values())
-    numbers = (*rule.numbers, 0.0, 0.0, 0.0)[:4]
+    # As floats: for whole numbers Triton would compile once more, and take them for int32.
+    numbers = [float(number) for number in (*rule.numbers, 0.0, 0.0, 0.0)[:4]]
     _launch(
         triton_kernels.update_rows,
-        (weight, held, slots.contiguous(), gradient, flag, count, rule.decay, *numbers),
+        (weight, held, slots.contiguous(), gradient, flag, count, float(rule.decay), *numbers),
         (weight, count, dim),
         WEIGHT_STRIDE=weight.stride(0),
         STATE_STRIDE=held.stride(0),

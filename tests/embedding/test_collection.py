@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ebc_cases import (
+    MORE,
     STEPS,
     UPDATES,
     Pooled,
@@ -452,7 +453,7 @@ def test_missing_unexpected_and_misshapen_tables_are_reported(kind) -> None:
 
 
 @pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", [*UPDATES, *MORE])
 def test_stop_and_resume_is_exact(name) -> None:
     data = batches()
 
@@ -516,6 +517,9 @@ def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     assert state["param_groups"][0]["params"] == ["t0", "t1", "t2", "t3"]
     with pytest.raises(ConfigError, match=r"t0.*exp_avg.*Adagrad keeps \['step', 'sum'\]"):
         adagrad.optimizer.load_state_dict(state)
+    by_table = cached("by table", rows=200)
+    with pytest.raises(ConfigError, match=r"1 param_groups, but this .* has 4: one for each"):
+        by_table.optimizer.load_state_dict(state)
     own = saved(adagrad.optimizer.state_dict())
     own["state"]["t1"]["sum"] = torch.zeros(3, 8)
     with pytest.raises(ConfigError, match=r"t1\.sum: shape \(3, 8\), must be \(60, 8\)"):
