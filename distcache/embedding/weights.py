@@ -145,7 +145,8 @@ class TableWeight(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **kwargs)
-            rows = {w._at for w in tree_leaves((args, kwargs)) if isinstance(w, TableWeight)}
+            given = (w for w in tree_leaves((args, kwargs)) if isinstance(w, TableWeight))
+            rows = list(dict.fromkeys(w._at for w in given))  # in one order on all ranks
             if func == Tensor.data.__set__:
                 func, args = Tensor.copy_, (args[0].detach(), args[1])
             for own in rows:
@@ -166,7 +167,7 @@ class TableWeight(Tensor):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def _kept(found: Tensor, rows: Iterable[TableRows]) -> Tensor:
+def _kept(found: Tensor, rows: Sequence[TableRows]) -> Tensor:
     """A function's result; a view of rows notices too what is done to it."""
     own = next((own for own in rows if own.shares(found)), None)
     if own is not None and not isinstance(found, TableWeight):
@@ -182,9 +183,9 @@ class _Writes(TorchDispatchMode):
     so that generators go on alike.
     """
 
-    def __init__(self, rows: Iterable[TableRows]) -> None:
+    def __init__(self, rows: Sequence[TableRows]) -> None:
         super().__init__()
-        self._rows, self._written = list(rows), dict[TableRows, bool]()
+        self._rows, self._written = rows, dict[TableRows, bool]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -196,7 +197,7 @@ class _Writes(TorchDispatchMode):
         targets = [value for about, value in named if _is_target(about)]
         targets += [kwargs[a.name] for a in func._schema.arguments if _is_target(a, kwargs)]
         hit = [t for t in tree_leaves(targets) if any(own.shares(t) for own in self._rows)]
-        if not hit or all(self._begin(own) for own in self._rows if own.shares(hit[0])):
+        if not hit or all([self._begin(own) for own in self._rows if own.shares(hit[0])]):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             func(*tree_map_only(Tensor, torch.empty_like, args), **kwargs)
