@@ -130,7 +130,8 @@ class Membership:
         self._alone = not has_group()
         try:
             world = current_world(self.recipe.device, self._process_group, self._timeout_s)
-            self.made = CollectionTables(world, self.recipe, self._initial)
+            with torch.inference_mode(False):  # the first use may be an evaluation
+                self.made = CollectionTables(world, self.recipe, self._initial)
         except Exception as error:
             self._error = str(error)
             raise

@@ -179,6 +179,7 @@ class CollectionTables:
 
         together(world, change_all)
 
+    @torch.inference_mode(False)
     def take_update(self, recipe: Recipe) -> None:
         """From now on rows, which had no optimizer, are updated as `recipe` says, with new state;
         between two steps."""
@@ -526,6 +527,7 @@ class CollectionTables:
 
     # --- weights as parameters, see `embedding.weights` -----------------------------------------
 
+    @torch.inference_mode(False)
     def weights(self) -> list[TableWeight]:
         """The tables as parameters. Raises PlanError on several nodes, none of which has one."""
         if self.world.nodes.count > 1:
@@ -573,6 +575,7 @@ class CollectionTables:
             if rows.index in tables:
                 rows.note()
 
+    @torch.inference_mode(False)
     def hand_out(self, index: int, columns: slice | None) -> Tensor:
         """Columns of a table's optimizer state, a view of the store, or, where None, its count of
         steps: as of now, for whoever may copy other values into them before the next step."""
