@@ -9,6 +9,7 @@ need not be.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,6 +79,8 @@ class Membership:
             first_use = f"the first use of a cached collection ({_FIRST_USE})"
             require_group(first_use)
             self.meet(first_use, "all ranks use it for the first time together", self._timeout_s)
+            if has_group():
+                gc.collect()  # those that nobody holds any more are gone on all ranks alike
             for own in list(_waiting):
                 member = own()
                 if member is None or not member._is_without_rows:

@@ -44,9 +44,10 @@ def draw_weights(
     """
     if recipe.device.type == "meta" or not draws(recipe):
         return None
-    where, specs = recipe.device, recipe.lookups.specs
+    where = recipe.device
     if before is None:
-        before = [torch.empty(spec.rows, spec.dim, device="meta") for spec in specs]
+        shapes, dtype = [(spec.rows, spec.dim) for spec in recipe.lookups.specs], torch.float32
+        before = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     found: list[Tensor] = []
     for weight, config in zip(before, recipe.configs, strict=True):
         on_meta = weight.is_meta
