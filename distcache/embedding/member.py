@@ -9,6 +9,7 @@ need not be.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,9 +79,11 @@ class Membership:
             first_use = f"the first use of a cached collection ({_FIRST_USE})"
             require_group(first_use)
             self.meet(first_use, "all ranks use it for the first time together", self._timeout_s)
+            if has_group():
+                gc.collect()  # those that nobody holds any more are gone on all ranks alike
             for own in list(_waiting):
                 member = own()
-                if member is None or not member._waits_for_device:
+                if member is None or not member._is_without_rows:
                     _waiting.remove(own)
                 if member is not None and member._can_join:
                     member._join()
@@ -110,27 +113,28 @@ class Membership:
     def _require_tables(self) -> None:
         if not self.recipe.lookups.specs:
             raise ConfigError(f"this {self.recipe.name} has no tables (tables=[])")
-        if self._waits_for_device:
+        if self._is_without_rows:
             raise ConfigError(
                 f"this {self.recipe.name} lies on 'meta', without rows: give it a device first, by "
                 ".to(device) or to_empty(device=...)"
             )
 
     @property
-    def _waits_for_device(self) -> bool:
-        """Whether it has no tables that could be made now."""
+    def _is_without_rows(self) -> bool:
+        """Whether there are no tables to make: none at all, or none yet, on 'meta'."""
         return self.recipe.device.type == "meta" or not self.recipe.lookups.specs
 
     @property
     def _can_join(self) -> bool:
-        return not (self._closed or self.made or self._waits_for_device)
+        return not (self._closed or self.made or self._is_without_rows)
 
     def _join(self) -> None:
         """Make the tables; by all ranks of the group."""
         self._alone = not has_group()
         try:
             world = current_world(self.recipe.device, self._process_group, self._timeout_s)
-            self.made = CollectionTables(world, self.recipe, self._initial)
+            with torch.inference_mode(False):  # the first use may be an evaluation
+                self.made = CollectionTables(world, self.recipe, self._initial)
         except Exception as error:
             self._error = str(error)
             raise

@@ -106,7 +106,7 @@ def in_backward(weights: Mapping[str, Tensor]) -> tuple[type, dict[str, Any]] | 
     where not all have one. Raises ConfigError where they differ."""
     found: dict[str, tuple[type, dict[str, Any]]] = {}
     for name, weight in weights.items():
-        classes = getattr(weight, "_optimizer_classes", [])
+        classes = vars(weight).get("_optimizer_classes", [])
         if len(classes) > 1:
             raise ConfigError(
                 f"table {name!r} was given {len(classes)} optimizers in backward: give it one"

@@ -12,7 +12,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -163,10 +163,11 @@ class CollectionTables:
             self.whole.spread(index, weight)
         if drawn is not None:
             return
-        if world.is_first and self.settings.init == "auto" and self.settings.seed is None:
+        if world.is_first and self.settings.init != "seed" and self.settings.seed is None:
             log.info(
-                "initial rows of the %s are distcache's, by seed=0: its tables take more than %s, "
-                "or it was on 'meta' when it was made; init='torch' draws them as TorchRec",
+                "initial rows of the %s are distcache's, by seed=0: its tables take more than %s "
+                "(init='torch' draws them as TorchRec), or it was on 'meta' when it was made (then "
+                "reset_parameters() does)",
                 *(recipe.name, describe_bytes(DRAWN_BYTES)),
             )
 
@@ -178,6 +179,7 @@ class CollectionTables:
 
         together(world, change_all)
 
+    @torch.inference_mode(False)
     def take_update(self, recipe: Recipe) -> None:
         """From now on rows, which had no optimizer, are updated as `recipe` says, with new state;
         between two steps."""
@@ -475,8 +477,66 @@ class CollectionTables:
         limit = min(ALONE_S if limit_s is None else limit_s, world.timeout_s)
         meet(world.store, world.rank, world.size, limit, asked, way_out)
 
+    def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
+        """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
+        self._let_go()
+        self.whole.replace(parts, is_state)
+        self.engine.forget()
+        self._know([] if is_state else [index for index, *_ in parts])
+
+    def saved(self, scratch: Path) -> dict[str, Any]:
+        """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
+        self.flush()
+        return self.whole.state(scratch)
+
+    def settle_steps(self) -> None:
+        """Count the steps that were applied, before they are saved. Raises NonFiniteLossError for
+        one that was not, unless that was told before: the tables are those before it."""
+        told = bool(self._judged) and not self._judged[0][1]
+        try:
+            self._judge(0)
+        except NonFiniteLossError:
+            if not told:
+                raise
+
+    @contextmanager
+    def loading(self, scratch: Path) -> Iterator[dict[str, Any]]:
+        """What `saved` gave, to be filled inside; between two steps."""
+        self._let_go()
+        self.engine.forget()
+        state = self.whole.state(scratch, filled=False)
+        yield state
+        self.whole.load(state)
+        for index, table in enumerate(self.tables):
+            self.whole.note_range(index, range(table.rows))
+        self._know(range(len(self.tables)))
+
+    def fill(self, found: Mapping[int, Stored]) -> None:
+        """Let tables, by index, start from stored weights, see `WholeTables.fill`."""
+        self._let_go()
+        self.engine.forget()
+        for index, source in found.items():
+            self.whole.fill(index, source)
+
+    def require_between_steps(self, work: str) -> None:
+        """Raise PlanError where row gradients wait to be applied, before `work`."""
+        if self.current is not None and self.current.pending:
+            raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
+
+    def _let_go(self, work: str = "loading") -> None:
+        """Between two steps: bring all rows to the stores, and plan none ahead."""
+        self.require_between_steps(work)
+        with suppress(NonFiniteLossError):
+            self._judge(0)
+        self._judged.clear()  # of steps that what is loaded takes the place of
+        self._enabled = torch.ones_like(self._enabled)
+        self.end_current()
+        self.halt()
+        self.flush()
+
     # --- weights as parameters, see `embedding.weights` -----------------------------------------
 
+    @torch.inference_mode(False)
     def weights(self) -> list[TableWeight]:
         """The tables as parameters. Raises PlanError on several nodes, none of which has one."""
         if self.world.nodes.count > 1:
@@ -518,6 +578,13 @@ class CollectionTables:
                     "fill_ and the like, or load a state_dict"
                 )
 
+    def _know(self, tables: Container[int]) -> None:
+        """Whatever was written to the weights of these tables before is of no matter."""
+        for rows in self._exposed:
+            if rows.index in tables:
+                rows.note()
+
+    @torch.inference_mode(False)
     def hand_out(self, index: int, columns: slice | None) -> Tensor:
         """Columns of a table's optimizer state, a view of the store, or, where None, its count of
         steps: as of now, for whoever may copy other values into them before the next step."""
@@ -542,63 +609,6 @@ class CollectionTables:
         for index, is_count, value, _ in written:
             if is_count:
                 self.counts[index] = int(value)
-
-    # --- whole tables, once more ----------------------------------------------------------------
-
-    def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
-        """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
-        self._let_go()
-        self.whole.replace(parts, is_state)
-        self.engine.forget()
-
-    def saved(self, scratch: Path) -> dict[str, Any]:
-        """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
-        self.flush()
-        return self.whole.state(scratch)
-
-    def settle_steps(self) -> None:
-        """Count the steps that were applied, before they are saved. Raises NonFiniteLossError for
-        one that was not, unless that was told before: the tables are those before it."""
-        told = bool(self._judged) and not self._judged[0][1]
-        try:
-            self._judge(0)
-        except NonFiniteLossError:
-            if not told:
-                raise
-
-    @contextmanager
-    def loading(self, scratch: Path) -> Iterator[dict[str, Any]]:
-        """What `saved` gave, to be filled inside; between two steps."""
-        self._let_go()
-        self.engine.forget()
-        state = self.whole.state(scratch, filled=False)
-        yield state
-        self.whole.load(state)
-        for index, table in enumerate(self.tables):
-            self.whole.note_range(index, range(table.rows))
-
-    def fill(self, found: Mapping[int, Stored]) -> None:
-        """Let tables, by index, start from stored weights, see `WholeTables.fill`."""
-        self._let_go()
-        self.engine.forget()
-        for index, source in found.items():
-            self.whole.fill(index, source)
-
-    def require_between_steps(self, work: str) -> None:
-        """Raise PlanError where row gradients wait to be applied, before `work`."""
-        if self.current is not None and self.current.pending:
-            raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
-
-    def _let_go(self, work: str = "loading") -> None:
-        """Between two steps: bring all rows to the stores, and plan none ahead."""
-        self.require_between_steps(work)
-        with suppress(NonFiniteLossError):
-            self._judge(0)
-        self._judged.clear()  # of steps that what is loaded takes the place of
-        self._enabled = torch.ones_like(self._enabled)
-        self.end_current()
-        self.halt()
-        self.flush()
 
     # --- the end ----------------------------------------------------------------------------
 

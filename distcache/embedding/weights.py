@@ -44,9 +44,10 @@ def draw_weights(
     """
     if recipe.device.type == "meta" or not draws(recipe):
         return None
-    where, specs = recipe.device, recipe.lookups.specs
+    where = recipe.device
     if before is None:
-        before = [torch.empty(spec.rows, spec.dim, device="meta") for spec in specs]
+        shapes, dtype = [(spec.rows, spec.dim) for spec in recipe.lookups.specs], torch.float32
+        before = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     found: list[Tensor] = []
     for weight, config in zip(before, recipe.configs, strict=True):
         on_meta = weight.is_meta
@@ -145,7 +146,8 @@ class TableWeight(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **kwargs)
-            rows = {w._at for w in tree_leaves((args, kwargs)) if isinstance(w, TableWeight)}
+            given = (w for w in tree_leaves((args, kwargs)) if isinstance(w, TableWeight))
+            rows = list(dict.fromkeys(w._at for w in given))  # in one order on all ranks
             if func == Tensor.data.__set__:
                 func, args = Tensor.copy_, (args[0].detach(), args[1])
             for own in rows:
@@ -166,7 +168,7 @@ class TableWeight(Tensor):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def _kept(found: Tensor, rows: Iterable[TableRows]) -> Tensor:
+def _kept(found: Tensor, rows: Sequence[TableRows]) -> Tensor:
     """A function's result; a view of rows notices too what is done to it."""
     own = next((own for own in rows if own.shares(found)), None)
     if own is not None and not isinstance(found, TableWeight):
@@ -182,9 +184,9 @@ class _Writes(TorchDispatchMode):
     so that generators go on alike.
     """
 
-    def __init__(self, rows: Iterable[TableRows]) -> None:
+    def __init__(self, rows: Sequence[TableRows]) -> None:
         super().__init__()
-        self._rows, self._written = list(rows), dict[TableRows, bool]()
+        self._rows, self._written = rows, dict[TableRows, bool]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -196,7 +198,7 @@ class _Writes(TorchDispatchMode):
         targets = [value for about, value in named if _is_target(about)]
         targets += [kwargs[a.name] for a in func._schema.arguments if _is_target(a, kwargs)]
         hit = [t for t in tree_leaves(targets) if any(own.shares(t) for own in self._rows)]
-        if not hit or all(self._begin(own) for own in self._rows if own.shares(hit[0])):
+        if not hit or all([self._begin(own) for own in self._rows if own.shares(hit[0])]):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             func(*tree_map_only(Tensor, torch.empty_like, args), **kwargs)

@@ -35,13 +35,13 @@ from scenarios import (
     table,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from distcache import lookahead
 from distcache.comm.world import Nodes, World, close_world
 from distcache.engine import whole
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
-from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError
+from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
 from distcache.planner import shard as relays
@@ -281,11 +281,44 @@ def check_walk(by_rank: Sequence[list[dict]]) -> None:
             assert found[at]["bytes"] == page + rows * 16 * 4
 
 
+def drawn(rank: int, size: int) -> list[dict]:
+    """Initial rows from torch's generator, rank 0's on every node, and weights that nodes do not
+    have whole."""
+    dist.init_process_group("gloo")
+    own, found = socket.gethostname, []
+    for sizes in LAYOUTS:
+        node = place_of(rank, sizes)["GROUP_RANK"]
+        socket.gethostname = lambda node=node: f"node{node}"
+        torch.manual_seed(rank)
+        ebc = cached("adam", tables=tables(), init="torch", rows=270, timeout_s=60)
+        found.append(everything(ebc))
+        if len(sizes) > 1:
+            with pytest.raises(PlanError, match=r"weights of table 't0' lie on \d nodes, each of"):
+                ebc.embedding_bags["t1"]
+        else:
+            assert ebc.embedding_bags["t1"].weight.shape == (89, 8)
+        ebc.close()
+    socket.gethostname = own
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_rows_of_torchs_generator_are_rank_0s_on_every_node() -> None:
+    torch.manual_seed(0)
+    want = EmbeddingBagCollection(tables()).state_dict()
+    for found in run_ranks(drawn, 3):
+        for layout in found:
+            for name, value in want.items():
+                assert (layout[f"weight {name}"] == value.numpy()).all()
+            assert not any(v.any() for k, v in layout.items() if "exp_avg" in k)
+
+
 def too_large(rank: int, size: int) -> str:
     """A node without the memory for whole tables says so; training could go on."""
     dist.init_process_group("gloo")
     socket.gethostname = lambda: f"node{rank}"
-    ebc = cached("sgd", tables=tables(), rows=240, timeout_s=60)
+    ebc = cached("sgd", tables=tables(), rows=240, device="cpu", timeout_s=60)
     available.available_memory = lambda: 100
     with pytest.raises(MemoryTooSmallError) as caught:
         ebc.state_dict()
