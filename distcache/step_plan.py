@@ -328,7 +328,7 @@ def check_plan(plan: StepPlan) -> None:
         "evicted slots and rows differ in number": plan.evict_slots.shape != plan.evict_rows.shape,
         "movement would wait for the step itself": plan.move_after >= plan.step,
         "order and positions differ in length": plan.order.shape != plan.positions.shape,
-        "segments do not cover the ids": int(plan.segments[-1]) != plan.positions.shape[0],
+        "segments do not cover the ids": plan.segments.numpy()[-1] != plan.positions.shape[0],
     }
     if shard is not None:
         problems |= _shard_problems(shard)

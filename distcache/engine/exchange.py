@@ -23,14 +23,8 @@ from distcache.comm.link import PLANNING, Link
 from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
-from distcache.planner.shard import (
-    HomePart,
-    make_routes,
-    masks_for_all,
-    pack,
-    replies_to_all,
-    unpack,
-)
+from distcache.planner.rank import HomePart
+from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to_all, unpack
 
 if TYPE_CHECKING:
     from distcache.engine.step import Flight
@@ -98,7 +92,7 @@ class Told:
     sharded rows of some tables.
 
     `asked`: what the ranks agree on (OK where none asked); if rows came, for every group `named`,
-    those that each rank names here, with their `counts` int64 `[W, shelves]` (`shard.Asked`), and
+    those that each rank names here, with their `counts` int64 `[W, shelves]` (`rank.Asked`), and
     of each rank `samples`, those of its batch. `decided`:
     None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
     `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
