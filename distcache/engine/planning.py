@@ -302,7 +302,7 @@ class StreamPlanner:
         began, decisions, status = time.perf_counter(), [], Status.OK
         planners = [region.planner for region in self.regions]
         rows = [planner.due_rows for planner in planners]
-        if any(count > of.slots for count, of in zip(rows, planners, strict=True)):
+        if any([count > of.slots for count, of in zip(rows, planners, strict=True)]):
             status, error = Status.TOO_LARGE, None
         elif error is None:
             try:

@@ -266,7 +266,8 @@ class HomeDecision:
     `previous` int32 `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for
     each rank, int32, the canonical index within this home of every row that it asked for; `slots`
     `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to fetch,
-    ascending; rows are row numbers of the layout (int64).
+    ascending, which fill `fetch_slots`; `missing` uint8 `[U_h]`: whether a row is one of these;
+    rows are row numbers of the layout (int64).
     """
 
     step: int
@@ -279,6 +280,8 @@ class HomeDecision:
     evict_slots: np.ndarray
     evict_rows: np.ndarray
     latest_use: int
+    fetch_slots: np.ndarray
+    missing: np.ndarray
 
 
 class Layout(Protocol):
@@ -568,7 +571,7 @@ class HomePlanner(Planner):
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
         slots, fetch, taken, evict_slots = np.empty((4, entry.rows), np.int32)
-        local, levels = np.empty((2, entry.rows), np.int64), np.empty((2, entry.rows), np.uint8)
+        local, levels = np.empty((2, entry.rows), np.int64), np.empty((3, entry.rows), np.uint8)
         out = (slots, *levels, fetch, taken, evict_slots, *local)
         done = np.empty((self.parts.count, 5), np.int64)
         due = loops.Due(*when, *scale, *what, *where, *out, done)
@@ -576,7 +579,8 @@ class HomePlanner(Planner):
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        came, gone, latest, self._lowest = loops.gather(self._home, due)
+        of = due.fetch, due.taken, due.fetched, due.evict_slots, due.evicted
+        came, gone, latest, self._lowest = loops.gather(due.done, self._home.keys, *of)
         if latest < -1:
             raise PlanError(
                 f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
@@ -593,6 +597,8 @@ class HomePlanner(Planner):
             evict_slots=due.evict_slots[:gone],
             evict_rows=self.layout.row(self.home, due.evicted[:gone]),
             latest_use=latest,
+            fetch_slots=due.taken[:came],
+            missing=due.missing,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
@@ -693,7 +699,7 @@ class ResidentPlanner(Planner):
         self._planned = entry.step
         rows = self.layout.row(self.home, entry.local(self.parts))
         known = (entry.step, entry.kind, entry.dense(entry.previous), entry.replies())
-        return HomeDecision(*known, rows, none, none, none, none, -1)
+        return HomeDecision(*known, rows, *[none] * 4, -1, none, np.zeros(len(rows), np.uint8))
 
 
 class PassThroughPlanner(ResidentPlanner):
@@ -722,6 +728,8 @@ class PassThroughPlanner(ResidentPlanner):
             evict_slots=old_slots,
             evict_rows=old_rows,
             latest_use=latest,
+            fetch_slots=slots,
+            missing=np.ones(len(slots), np.uint8),
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:

@@ -500,13 +500,13 @@ class Due(NamedTuple):
     `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are
     numbered in their part.
 
-    Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
-    have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of
-    the first on: `fetch`, which of the home's rows to fetch, `taken`, the slots of their parts that
-    these fill, and `fetched`, their local rows; `evict_slots`, and `evicted`, the local rows that
-    leave these. int32 `[U]` each, local rows int64. `done` int64 `[K, 5]`: how many are fetched,
-    how many leave, the latest last use of a slot that is filled, -2 where slots are too few, and
-    from where on `fetch` and `evict_slots` have those.
+    Of the home's rows in canonical order: `slots`, the `levels` that they had, those that they
+    have, `counted`, and which are `missing` (uint8 all three). And of consecutive parts that one
+    call decides, from `dense` of the first on: `fetch`, which of the home's rows to fetch, `taken`,
+    the slots that these fill, and `fetched`, their local rows; `evict_slots`, and `evicted`, the
+    local rows that leave these. int32 `[U]` each, local rows int64. `done` int64 `[K, 5]`: how many
+    are fetched, how many leave, the latest last use of a slot that is filled, -2 where slots are
+    too few, and from where on `fetch` and `evict_slots` have those.
     """
 
     step: int
@@ -531,6 +531,7 @@ class Due(NamedTuple):
     slots: np.ndarray
     levels: np.ndarray
     counted: np.ndarray
+    missing: np.ndarray
     fetch: np.ndarray
     taken: np.ndarray
     evict_slots: np.ndarray
@@ -543,7 +544,7 @@ _due = types.NamedTuple(
     [
         *(i8, i8, i8, i8, i8, out4, out8, out8, out1, out44),
         *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
-        *(out4, out1, out1, out4, out4, out4, out8, out8, out88),
+        *(out4, out1, out1, out1, out4, out4, out4, out8, out8, out88),
     ],
     Due,
 )
@@ -558,7 +559,8 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
     start, size, base = due.dense[part], due.counts[part], due.bases[part]
     distinct, previous = due.distinct[base : base + size], due.previous[base : base + size]
     slots, levels = due.slots[start : start + size], due.levels[start : start + size]
-    names, counted, count = due.names, due.counted[start : start + size], first
+    counted, missing = due.counted[start : start + size], due.missing[start : start + size]
+    names, count = due.names, first
     for k in range(len(distinct)):
         if k + _EARLY < len(distinct):
             fetch_early(index, distinct[k + _EARLY])
@@ -571,7 +573,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
             level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
             index[at(row), HELD] = slot * LEVELS + level
-        counted[k] = level
+        counted[k], missing[k] = level, slot < 0
         if slot < 0:
             due.fetch[at(count)] = start + k
             count += 1
@@ -597,8 +599,9 @@ def raise_keys(home: Home, part: int, base: int) -> None:
 
 @compiled(i8(_home, i8, _due, i8, i8, i8))
 def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) -> int:
-    """Give the slots in `due.taken`, from `first` on, to the rows that are fetched; how many rows
-    leave them, which go to `due.evicted` from `gone` on."""
+    """Give the slots of the part in `due.taken`, from `first` on, which then has those of the
+    device, to the rows that are fetched; how many rows leave them, which go to `due.evicted` from
+    `gone` on."""
     index, row_of, leaving = home.index[part], home.row_of[part], gone
     shift, own = due.bases[part] - due.dense[part], due.own_slots[part]
     fetch, taken = due.fetch[first : first + misses], due.taken[first : first + misses]
@@ -617,7 +620,7 @@ def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) ->
             leaving += 1
         index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
         row_of[at(slot)], due.slots[at(k)] = row, slot
-        fetched[i] = row_in(part, row, due.shape)
+        fetched[i], taken[i] = row_in(part, row, due.shape), slot + own
     return leaving - gone
 
 
@@ -690,24 +693,29 @@ def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
         came, gone = came + due.done[part, 0], gone + due.done[part, 1]
 
 
-@compiled(types.UniTuple(i8, 4)(_home, _due))
-def gather(home: Home, due: Due) -> tuple[int, int, int, int]:
-    """What all parts fetch and evict without gaps, in their places. How many these are, the latest
-    last use of a slot that is filled, -2 where some part has too few, and the lowest key."""
-    came, gone, latest, lowest = 0, 0, -1, home.keys[0]
-    for part in range(len(due.done)):
-        misses, leaving, used = due.done[part, 0], due.done[part, 1], due.done[part, 2]
-        first, out = due.done[part, 3], due.done[part, 4]
-        latest, lowest = max(latest, used), min(lowest, home.keys[part])
-        if used < -1:
+@compiled(types.UniTuple(i8, 4)(out88, in8, out4, out4, out8, out4, out8))
+def gather(
+    done: np.ndarray,
+    keys: np.ndarray,
+    fetch: np.ndarray,
+    taken: np.ndarray,
+    fetched: np.ndarray,
+    evict_slots: np.ndarray,
+    evicted: np.ndarray,
+) -> tuple[int, int, int, int]:
+    """What all parts fetch and evict without gaps, in their places (see `Due`, and `Home` for
+    `keys`). How many these are, the latest last use of a slot that is filled, -2 where some part
+    has too few, and the lowest key."""
+    came, gone, latest, lowest = 0, 0, -1, keys[0]
+    for part in range(len(done)):
+        misses, leaving, first, out = done[part, 0], done[part, 1], done[part, 3], done[part, 4]
+        latest, lowest = max(latest, done[part, 2]), min(lowest, keys[part])
+        if done[part, 2] < -1:
             return 0, 0, -2, lowest
         for i in range(misses if first > came else 0):
-            due.fetch[came + i], due.fetched[came + i] = (
-                due.fetch[first + i],
-                due.fetched[first + i],
-            )
+            fetch[came + i], taken[came + i] = fetch[first + i], taken[first + i]
+            fetched[came + i] = fetched[first + i]
         for i in range(leaving if out > gone else 0):
-            due.evict_slots[gone + i] = due.evict_slots[out + i]
-            due.evicted[gone + i] = due.evicted[out + i]
+            evict_slots[gone + i], evicted[gone + i] = evict_slots[out + i], evicted[out + i]
         came, gone = came + misses, gone + leaving
     return came, gone, latest, lowest

@@ -168,7 +168,6 @@ class RankPlanner:
         homes = homes_of(both, self._world, None if hot is None else hot.known)
         self._shelves = [1 << of.shelves for of in both]
         self._naming = Naming(homes, self._world * sum(self._shelves), threads)
-        self._missing = np.empty(0, np.uint8)
 
     def request(self, ids: np.ndarray, pieces: np.ndarray | None = None) -> RowRequest:
         """What it asks for the ids (int64 `[n]`) of its local batch; `pieces`: see
@@ -239,10 +238,10 @@ class RankPlanner:
         joined = [part.slots for part in parts], [part.fetch for part in parts]
         slots = np.ascontiguousarray(_concatenated(joined[0]), np.int32)
         fetch = np.ascontiguousarray(_joined(joined[1], base), np.int32)
-        if leaf_rows > len(self._missing):
-            self._missing = np.empty(2 * leaf_rows, np.uint8)
-        missing, fetched = self._missing[:leaf_rows], np.empty(len(fetch), np.int32)
-        loops.mark(slots, fetch, missing, fetched)
+        missing, fetched = own.missing, np.ascontiguousarray(own.fetch_slots, np.int32)
+        if len(parts) > 1 or sharded is not None:
+            missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+            loops.mark(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         positions, order, missed = self.occurrences(request, asked, missing)

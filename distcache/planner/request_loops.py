@@ -433,8 +433,7 @@ def order_ids(
 @compiled(types.void(in4, in4, out1, out4))
 def mark(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
     """The `slots` (int32) of the rows `fetch` (int32 `[m]`), to `fetched` (int32 `[m]`), and a one
-    in `missing` (uint8) for each, a zero for others."""
-    missing[:] = 0
+    in `missing` (uint8) for each."""
     for i in range(len(fetch)):
         missing[at(fetch[i])], fetched[i] = 1, slots[at(fetch[i])]
 

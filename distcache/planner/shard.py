@@ -266,7 +266,7 @@ def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
     """The decision about replicated rows where a group has none; `label`: step and kind."""
     none = np.empty(0, np.int32)
-    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1)
+    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1, none, none.view(np.uint8))
 
 
 # -----------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
         source_counts=tuple(len(reply) for reply in own.replies),
         early=early if parts.early else None,
         late=late,
-        fetch_slots=as_tensor(own.slots[own.fetch]),
+        fetch_slots=as_tensor(own.fetch_slots),
         fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
         evict_rows=as_tensor(own.evict_rows, np.int64),
