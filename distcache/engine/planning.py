@@ -24,9 +24,10 @@ from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
-from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner, Threads
+from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.shard import HotLayout, HotRows, ShardParts, nothing
+from distcache.planner.threads import Threads
 from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 

@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import itemgetter
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner import loops, request_loops
+from distcache.planner.threads import ALONE
 from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped, make_ranking
 
 _AHEAD = 24
@@ -86,14 +84,14 @@ class Parts:
         Returns the rows as their parts number them, int32; where each shelf begins, int64
         `[shelves + 1]`; and where each of `local` is now, int32.
         """
-        rows, count = np.ascontiguousarray(local, dtype=np.int64), 1 << self.shelves
-        occurs, numbers, shelves, divided, places, segments = np.empty((6, len(rows)), np.int32)
-        occurs.fill(1)
-        counts, starts = (np.empty(shape, np.int64) for shape in ((2, 1, 2, count), count + 1))
-        request_loops.shelve_rows(rows, occurs, homes_of([self]), numbers, shelves, counts[0, 0])
-        request_loops.order_shelves(*counts, starts, np.empty(count, np.int64))
-        out = divided, places, segments
-        request_loops.divide_rows(numbers, shelves, occurs, counts[1, 0], *out)
+        count, shelves = len(local), 1 << self.shelves
+        room, homes = make_room(count, 2, 1, shelves), homes_of([self])
+        room.spans[0], room.rows[:], room.occurs[:] = (0, 0, 0, count), local, 1
+        starts, sizes = np.empty(shelves + 1, np.int64), np.empty(shelves, np.int64)
+        out = divided, places, _ = np.empty((3, count), np.int32)
+        request_loops.shelve_span(homes, room, 0)
+        request_loops.order_shelves(room.counts, room.firsts, starts, sizes)
+        request_loops.divide_span(room, 0, 0, *out)
         return divided, starts, places
 
     def parts_of(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -140,61 +138,14 @@ def _bits(count: int) -> int:
 _NONE, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
-class Threads:
-    """Runs the parts of a home on `count` threads, this one among them.
-
-    They take calls from one queue: those of a pool take several times as long to begin.
-    """
-
-    def __init__(self, count: int = 1) -> None:
-        self.count, self._asked = count, SimpleQueue[Any]()
-        how: dict[str, Any] = {"target": self._work, "name": "distcache-part", "daemon": True}
-        self._others = [Thread(**how) for _ in range(count - 1)]
-        for thread in self._others:
-            thread.start()
-
-    def _work(self) -> None:
-        """Calls, until there is None, with what takes the place of each, its result and error."""
-        while (asked := self._asked.get()) is not None:
-            told, place, call, of = asked
-            try:
-                told.put((place, call(*of), None))
-            except BaseException as error:
-                told.put((place, None, error))
-            del asked, told, call, of  # or what they hold would live until the next call
-
-    def ranges(self, pieces: int) -> list[tuple[int, int]]:
-        """What each thread gets of so many pieces: from which on, up to which."""
-        ends = [pieces * n // self.count for n in range(self.count + 1)]
-        return [(first, last) for first, last in pairwise(ends) if first < last]
-
-    def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
-        """What `call` returns for each of `arguments`, all at the same time."""
-        if not self._others or len(arguments) < 2:
-            return [call(*of) for of in arguments]
-        told = SimpleQueue[Any]()
-        for place, of in enumerate(arguments[1:]):
-            self._asked.put((told, place, call, of))
-        try:
-            own = call(*arguments[0])
-        finally:  # whatever comes of this: they work on what this thread has
-            others = sorted((told.get() for _ in arguments[1:]), key=itemgetter(0))
-        for _, _, error in others:
-            if error is not None:
-                raise error
-        return [own, *(result for _, result, _ in others)]
-
-    def close(self) -> None:
-        """End the threads."""
-        for _ in self._others:
-            self._asked.put(None)
-        for thread in self._others:
-            thread.join()
-        self._others = []
-
-
-ALONE = Threads()
-"""The thread that calls."""
+def make_room(ids: int, table: int, spans: int, shelves: int) -> request_loops.Room:
+    """Scratch for so many ids in so many spans, tables of so many entries, and homes of so many
+    shelves together."""
+    cuts, hashed = np.empty((spans, 4), np.int64), np.empty((spans, table), np.int64)
+    direct, about = (np.empty(shape, np.int32) for shape in ((spans, table), (ids, 2)))
+    rows, three = np.empty(ids, np.int64), np.empty((3, ids), np.int32)
+    counts = np.empty((2, spans, 2, shelves), np.int64)
+    return request_loops.Room(cuts, direct, hashed, rows, *three, *counts, about)
 
 
 def homes_of(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import extending
-from numba.core import cgutils
 
-from distcache.compiled import array, compiled, i4, i8, in4, in8, out1, out4, out8, types
+from distcache.compiled import array, compiled, fetch_early, i4, i8, in4, in8, out4, out8, types
 
 in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
 in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
-in1 = array(types.uint8, False)
+in1, out1 = array(types.uint8, False), array(types.uint8, True)
 
 PINNED = 255
 """Popularity class of a row that leaves only where no other can."""
@@ -170,32 +167,6 @@ _EARLY = 24
 
 _SPARSE, _LINE = 16, 4
 """See `read_all`; rows of a table that are brought at once."""
-
-
-def fetch_early(table: np.ndarray, row: int) -> None:
-    """Bring the row of a table, or of an index, to the core's cache; changes nothing."""
-
-
-@extending.intrinsic
-def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
-    """LLVM's instruction for that."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        own = context.make_array(table)(context, builder, arguments[0])
-        place = [arguments[1]] + [context.get_constant(types.intp, 0)] * (table.ndim - 1)
-        at = cgutils.get_item_pointer(context, builder, table, own, place, wraparound=False)
-        kind, number = ir.VoidType(), ir.IntType(32)
-        of = ir.FunctionType(kind, [at.type, number, number, number])
-        call = builder.module.declare_intrinsic("llvm.prefetch", (at.type,), of)
-        builder.call(call, [at, number(1), number(3), number(1)])  # to write, soon, data
-        return context.get_dummy_value()
-
-    return types.void(table, types.intp), generate
-
-
-@extending.overload(fetch_early, inline="always")
-def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
-    return lambda table, row: _prefetch(table, np.int64(row))
 
 
 @compiled(types.void(out44, i8))

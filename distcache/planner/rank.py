@@ -12,8 +12,9 @@ import torch
 from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import request_loops as loops
-from distcache.planner.home import ALONE, HomeDecision, Parts, Threads, homes_of
+from distcache.planner.home import HomeDecision, Parts, homes_of, make_room
 from distcache.planner.shard import FETCHED, HotRows, ShardParts, as_tensor, shard_plan
+from distcache.planner.threads import ALONE, Threads
 from distcache.step_plan import StepPlan
 
 
@@ -88,16 +89,7 @@ class Naming:
     def __init__(self, homes: loops.Homes, shelves: int = 0, threads: Threads = ALONE) -> None:
         """`shelves`: of all homes together."""
         self._homes, self._shelves, self.threads = homes, shelves, threads
-        self.room = self._make_room(0, 2)
-
-    def _make_room(self, ids: int, table: int) -> loops.Room:
-        """Scratch for so many ids, and tables of so many entries."""
-        most, shelves = self.threads.count, self._shelves
-        spans, hashed = np.empty((most, 4), np.int64), np.empty((most, table), np.int64)
-        rows, three = np.empty(ids, np.int64), np.empty((3, ids), np.int32)
-        counts, firsts = np.empty((2, most, 2, shelves), np.int64)
-        direct, about = (np.empty(shape, np.int32) for shape in ((most, table), (ids, 2)))
-        return loops.Room(spans, direct, hashed, rows, *three, counts, firsts, about)
+        self.room = make_room(0, 2, threads.count, shelves)
 
     def name(self, ids: np.ndarray, pieces: np.ndarray, labels: np.ndarray) -> Spans:
         """Find them in the thread's pieces; the spans. Raises PlanError for an id that its table
@@ -105,7 +97,7 @@ class Naming:
         spans, most = loops.cut_pieces(pieces, self.room.spans)
         size = 1 << (2 * max(int(most), 1) - 1).bit_length()
         if len(ids) > len(self.room.rows) or size > self.room.direct.shape[1]:
-            self.room = self._make_room(len(ids), size)
+            self.room = make_room(len(ids), size, self.threads.count, self._shelves)
             loops.cut_pieces(pieces, self.room.spans)
         room, homes = self.room, self._homes
 

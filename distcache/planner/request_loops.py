@@ -260,15 +260,6 @@ def find_row(row: int, known: np.ndarray, starts: np.ndarray, shift: int) -> int
     return low if low < starts[bucket + 1] and known[low] == row else -1
 
 
-@compiled(types.void(in8, in8, in4, i8, out4))
-def find_rows(
-    rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
-) -> None:
-    """`find_row` of each of `rows` (int64 `[n]`), to `found` (int32 `[n]`)."""
-    for i in range(len(rows)):
-        found[i] = find_row(rows[i], known, starts, shift)
-
-
 @compiled(types.UniTuple(i8, 2)(i8, i8))
 def home_of(row: int, world: int) -> tuple[int, int]:
     """The home of a row, and its local number there: those of `layout.RowLayout`."""
@@ -279,17 +270,13 @@ def home_of(row: int, world: int) -> tuple[int, int]:
     return np.int64(home), np.int64(block)
 
 
-@compiled(types.void(in8, in4, _homes, out4, out4, out88))
-def shelve_rows(
-    rows: np.ndarray,
-    occurs: np.ndarray,
-    homes: Homes,
-    numbers: np.ndarray,
-    shelves: np.ndarray,
-    counts: np.ndarray,
-) -> None:
-    """How its part numbers each of `rows` (int64 `[R]`), and its shelf, int32 `[R]`; how many are
-    on each shelf, and how many ids, which each `occurs` in, these have, `counts` int64 `[2, S]`."""
+@compiled(types.void(_homes, _room, i8))
+def shelve_span(homes: Homes, room: Room, span: int) -> None:
+    """How its part numbers each row of one of `room.spans`, its shelf, and the span's `counts`."""
+    first, last = room.spans[span, 2], room.spans[span, 3]
+    rows, occurs = room.rows[first:last], room.occurs[first:last]
+    numbers, shelves = room.numbers[first:last], room.shelves[first:last]
+    counts = room.counts[span]
     counts[:] = 0
     for i in range(len(rows)):
         home, local, region = np.int64(0), rows[i], 0
@@ -315,18 +302,16 @@ def name_span(
     ids: np.ndarray, pieces: np.ndarray, span: int, homes: Homes, room: Room, labels: np.ndarray
 ) -> int:
     """`name_rows` of the pieces of one of `room.spans`, of which it then knows the end, and
-    `shelve_rows` of these."""
+    `shelve_span`."""
     first, last = room.spans[span, 0], room.spans[span, 1]
     start, stop = room.spans[span, 2], room.spans[span, 3]
     rows, occurs = room.rows[start:stop], room.occurs[start:stop]
     scratch = room.direct[span], room.hashed[span]
     count = name_rows(ids, pieces, first, last, scratch[0], scratch[1], rows, labels, occurs)
     if count >= 0:
-        stop = start + count
-        room.spans[span, 3] = stop
+        room.spans[span, 3] = start + count
         if len(homes.shapes):
-            out = room.numbers[start:stop], room.shelves[start:stop], room.counts[span]
-            shelve_rows(rows[:count], occurs[:count], homes, out[0], out[1], out[2])
+            shelve_span(homes, room, span)
     return count
 
 
@@ -348,29 +333,6 @@ def order_shelves(
     starts[counts.shape[2]] = rows
 
 
-@compiled(types.void(in4, in4, in4, out88, out4, out4, out4))
-def divide_rows(
-    numbers: np.ndarray,
-    shelves: np.ndarray,
-    occurs: np.ndarray,
-    firsts: np.ndarray,
-    divided: np.ndarray,
-    places: np.ndarray,
-    segments: np.ndarray,
-) -> None:
-    """Sort rows by shelf, stably; see `shelve_rows`.
-
-    `firsts` int64 `[2, S]`: where the first of these rows of each shelf is to be, and the first id,
-    and then the places after the last. Writes the `numbers` to `divided`, where the ids of each
-    begin to `segments`, and to `places` int32 `[R]` where each row is now.
-    """
-    for i in range(len(shelves)):
-        shelf = at(shelves[i])
-        place, begin = firsts[0, shelf], firsts[1, shelf]
-        firsts[0, shelf], firsts[1, shelf] = place + 1, begin + occurs[i]
-        divided[at(place)], segments[at(place)], places[i] = numbers[i], begin, place
-
-
 @compiled(types.void(_room, i8, i8, out4, out4, out4))
 def divide_span(
     room: Room,
@@ -380,11 +342,21 @@ def divide_span(
     places: np.ndarray,
     segments: np.ndarray,
 ) -> None:
-    """`divide_rows` of one of `room.spans`, whose rows are in `places` from `start` on."""
+    """Sort the rows of one of `room.spans` by shelf, stably; see `shelve_span`.
+
+    `room.firsts`: where the first of these of each shelf is to be, and the first id, and then the
+    places after the last. Writes `room.numbers` to `divided`, where the ids of each begin to
+    `segments`, and where each row is now to `places` int32 `[R]`, from `start` on.
+    """
     first, last = room.spans[span, 2], room.spans[span, 3]
     numbers, shelves = room.numbers[first:last], room.shelves[first:last]
     own, occurs = places[start : start + last - first], room.occurs[first:last]
-    divide_rows(numbers, shelves, occurs, room.firsts[span], divided, own, segments)
+    firsts = room.firsts[span]
+    for i in range(len(shelves)):
+        shelf = at(shelves[i])
+        place, begin = firsts[0, shelf], firsts[1, shelf]
+        firsts[0, shelf], firsts[1, shelf] = place + 1, begin + occurs[i]
+        divided[at(place)], segments[at(place)], own[i] = numbers[i], begin, place
 
 
 # -----------------------------------------------------------------------------

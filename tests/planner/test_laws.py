@@ -18,8 +18,9 @@ from simulator import PlannerSettings
 
 from distcache.errors import PlanError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.home import HomePlanner, Parts, Threads
+from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
+from distcache.planner.threads import Threads
 from distcache.planner.victims import POLICIES, Policy
 from distcache.step_plan import StepPlan, check_plan_fully
 

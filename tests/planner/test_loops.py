@@ -18,9 +18,10 @@ from policy_reference import counted
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.planner import loops, request_loops
-from distcache.planner.home import HomePlanner, Parts, Threads
+from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import RankPlanner, distinct_rows
 from distcache.planner.shard import HotRows
+from distcache.planner.threads import Threads
 from distcache.planner.victims import ByCount
 
 
@@ -203,7 +204,9 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
     known = first + stride * np.array(sorted(hot), np.int64)
     rows = np.concatenate([first + stride * np.array(values, np.int64), np.array(values, np.int64)])
     rows = np.concatenate([rows, known, known + 1, [0, first + 91 * stride, 2**62]])
-    found = by_all(lambda asked: HotRows(make_layout(1, 1), known).find(asked), rows)
+    own = HotRows(make_layout(1, 1), known)
+    found, (known, _, *where) = own.find(rows), own.known
+    assert by_all(lambda: [request_loops.find_row(row, known, *where) for row in rows]) == [*found]
     place = {row: index for index, row in enumerate(known.tolist())}
     assert found.dtype == np.int32
     assert found.tolist() == [place.get(row, -1) for row in rows.tolist()]
