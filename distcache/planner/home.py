@@ -346,11 +346,12 @@ class Planner:
 
     def _take_in(self, named: loops.Named, decide: bool) -> None:
         """The work of `ingest` in all parts."""
-        self._share(lambda a, b: loops.ingest(self._home, a, b, named))
+        self._share(loops.ingest, named)
 
-    def _share(self, call: Callable[[int, int], object]) -> None:
-        """`call(first, last)` for all parts, shared out among the threads."""
-        self.threads.each(call, self.threads.ranges(self.parts.count))
+    def _share(self, loop: Callable[..., object], *what: tuple) -> None:
+        """`loop(home, first, last, *what)` for all parts, shared out among the threads."""
+        ranges = self.threads.ranges(self.parts.count)
+        self.threads.each(loop, [(self._home, *of, *what) for of in ranges])
 
     def _make_room(self, step: int, waiting: int) -> None:
         """Room for what the window knows of `step`, with which so many rows of a part may wait."""
@@ -479,7 +480,7 @@ class HomePlanner(Planner):
             self._decided = error
             super()._take_in(named, decide)
             return
-        self._share(lambda a, b: loops.advance(self._home, a, b, named, due))
+        self._share(loops.advance, named, due)
         try:
             self._decided = decided()
         except Exception as error:
@@ -503,7 +504,7 @@ class HomePlanner(Planner):
                 slots=self.slots,
             )
         due, decided = self._begin(self._window[-1].step)
-        self._share(lambda a, b: loops.plan(self._home, a, b, due))
+        self._share(loops.plan, due)
         return decided()
 
     def _begin(self, newest: int) -> tuple[loops.Due, Callable[[], HomeDecision]]:
@@ -512,7 +513,7 @@ class HomePlanner(Planner):
         entry, ranking = self._window.popleft(), self._ranking
         step = self._planned = entry.step
         before = ranking.learn(entry.rows, step)
-        self._highest = max(self._highest, ranking.base + int(ranking.ranks[-1]))
+        self._highest = max(self._highest, ranking.base + ranking.top)
         keys = self._highest - self._lowest + 1
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
@@ -592,7 +593,7 @@ class HomePlanner(Planner):
         known.heads.fill(0)
         self._lowest = self._ranking.base
         known.keys.fill(self._lowest)
-        self._highest = self._ranking.base + int(self._ranking.ranks[-1])
+        self._highest = self._ranking.base + self._ranking.top
         if self._popularity is not None:
             slot = slot[np.argsort(self._popularity[local[slot]], kind="stable")]
         slot = np.concatenate((slot, np.flatnonzero(local < 0)))

@@ -99,12 +99,9 @@ class Naming:
         if len(ids) > len(self.room.rows) or size > self.room.direct.shape[1]:
             self.room = make_room(len(ids), size, self.threads.count, self._shelves)
             loops.cut_pieces(pieces, self.room.spans)
-        room, homes = self.room, self._homes
-
-        def name(span: int) -> int:
-            return loops.name_span(ids, pieces, span, homes, room, labels)
-
-        counts, found, begin = self.threads.each(name, [(span,) for span in range(spans)]), [], 0
+        room, found, begin = self.room, [], 0
+        of = [(ids, pieces, span, self._homes, room, labels) for span in range(spans)]
+        counts = self.threads.each(loops.name_span, of)
         for (first, last, *_), count in zip(room.spans.tolist(), counts, strict=False):
             if count < 0:
                 at = -1 - count
@@ -174,11 +171,9 @@ class RankPlanner:
         divided, places = np.empty((2, count), np.int32)
         segments = np.empty(count + 1, np.int32)
         segments[-1] = len(ids)
-
-        def divide(span: int, start: int) -> None:
-            loops.divide_span(room, span, start, divided, places, segments)
-
-        self.threads.each(divide, [(span, of[2]) for span, of in enumerate(spans)])
+        out = divided, places, segments
+        of_each = [(room, span, of[2], *out) for span, of in enumerate(spans)]
+        self.threads.each(loops.divide_span, of_each)
         asked: list[Asked | None] = [None, None]
         first = 0
         for region, own in enumerate(self._shelves):
@@ -198,14 +193,13 @@ class RankPlanner:
         uint8, by that: whether it is not cached.
         """
         positions, order = np.empty((2, len(request.labels)), np.int32)
-        about, canonical = self._naming.room.about, np.ascontiguousarray(canonical, np.int32)
-
-        def order_span(first: int, last: int, start: int, stop: int) -> int:
-            named = request.labels, request.places[start:stop], canonical, request.segments, missing
-            out = about[start:stop], positions, order
-            return loops.order_ids(request.pieces, first, last, *named, *out)
-
-        return positions, order, sum(self.threads.each(order_span, request.spans))
+        named = np.ascontiguousarray(canonical, np.int32), request.segments, missing
+        about, labels, places = self._naming.room.about, request.labels, request.places
+        of_each = [
+            (request.pieces, *span, labels, places, *named, about, positions, order)
+            for span in request.spans
+        ]
+        return positions, order, sum(self.threads.each(loops.order_ids, of_each))
 
     def assemble(
         self,

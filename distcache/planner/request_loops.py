@@ -363,11 +363,13 @@ def divide_span(
 # What occurs where, and what is among what.
 
 
-@compiled(i8(in88, i8, i8, in4, in4, in4, in4, in1, out44, out4, out4))
+@compiled(i8(in88, i8, i8, i8, i8, in4, in4, in4, in4, in1, out44, out4, out4))
 def order_ids(
     pieces: np.ndarray,
     first: int,
     last: int,
+    begin: int,
+    end: int,
     labels: np.ndarray,
     places: np.ndarray,
     canonical: np.ndarray,
@@ -380,12 +382,13 @@ def order_ids(
     """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
 
     Of the pieces from `first` to `last` - 1 (see `name_rows`), `labels` int32 `[n]`: the distinct
-    row of each id, which is the one at `places[label]` that was asked for, whose ids begin at
-    `segments`, and whose index is `canonical` there; `missing` uint8, by that: whether it is not
-    cached. `about` int32 `[R, 2]`: scratch, as long as `places`. Writes int32 `[n]`: `positions`,
-    and the places of these ids in `order`. Returns how many ids are of rows that are missing.
+    row of each id, which is the one at `places[begin + label]` that was asked for, whose ids begin
+    at `segments`, and whose index is `canonical` there; `missing` uint8, by that: whether it is not
+    cached. `about` int32 `[R, 2]`: scratch, as `places` from `begin` to `end` - 1 those of these
+    pieces. Writes int32 `[n]`: `positions`, and the places of these ids in `order`. Returns how
+    many ids are of rows that are missing.
     """
-    missed = 0
+    missed, places, about = 0, places[begin:end], about[begin:end]
     for label in range(len(places)):
         place = at(places[label])
         row, begin = canonical[place], segments[place]

@@ -48,7 +48,7 @@ class Threads:
         try:
             own = call(*arguments[0])
         finally:  # whatever comes of this: they work on what this thread has
-            others = sorted((told.get() for _ in arguments[1:]), key=itemgetter(0))
+            others = sorted([told.get() for _ in arguments[1:]], key=itemgetter(0))
         for _, _, error in others:
             if error is not None:
                 raise error
