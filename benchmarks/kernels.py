@@ -35,7 +35,7 @@ from distcache.errors import ConfigError
 from distcache.ops import reference
 from distcache.ops.reference import SegmentChunks, segment_chunks
 from distcache.optim import row_update
-from distcache.planner.shard import distinct_rows
+from distcache.planner.rank import distinct_rows
 
 log = logging.getLogger("distcache.benchmarks.kernels")
 

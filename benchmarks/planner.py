@@ -57,9 +57,9 @@ from distcache.engine.groups import (
     region_slots,
 )
 from distcache.errors import ConfigError, DistcacheError
-from distcache.planner import loops
+from distcache.planner import loops, request_loops
 from distcache.planner.home import HomePlanner
-from distcache.planner.shard import distinct_rows
+from distcache.planner.rank import RankPlanner, distinct_rows
 from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
@@ -72,17 +72,19 @@ YARDSTICK = "np.unique"
 EXCHANGE = "exchange"
 PARTS = (
     (planning, "group_bags", "bags"),
-    (planning, "make_request", "request"),
+    (RankPlanner, "request", "request"),
     (PlanExchange, "exchange", EXCHANGE),
     (HomePlanner, "ingest", "ingest"),
     (HomePlanner, "plan", "plan"),
-    (planning, "assemble", "assemble"),
+    (RankPlanner, "assemble", "assemble"),
     (planning, "check_plan", "check"),
 )
 """The functions that a plan is made of: where they are called from, and what the report says."""
 
-LOOPS = ("name_rows", "shelve_rows", "divide_rows", "add_up", "find_sorted", "advance")
-LOOPS += ("order_ids",)
+LOOPS = (
+    *((request_loops, name) for name in ("name_span", "divide_span", "mark", "order_ids")),
+    *((loops, name) for name in ("advance", "gather")),
+)
 """The planner's compiled loops in the midst of a stream, but for those that others of them call."""
 
 Seconds = dict[str, list[float]]
@@ -175,7 +177,7 @@ def measure_here(options: PlannerOptions, config: Config, world: World) -> list[
 def _loop_record(turns: Turns, name: str, steps: int) -> Record:
     """Milliseconds per step of every one of the planner's loops."""
     seconds = no_seconds()
-    with watching([(loops, loop, loop) for loop in LOOPS], seconds):
+    with watching([(owner, loop, loop) for owner, loop in LOOPS], seconds):
         turns.go(name, steps)
     ms = {loop: 1e3 * wall / steps for loop, (wall, _) in seconds.items()}
     return {"kind": "loops", "mode": name, "world_size": turns.world.size, "ms": ms}
@@ -330,7 +332,7 @@ import sys, time
 times = [time.perf_counter()]
 import numba
 times.append(time.perf_counter())
-import distcache.planner.loops
+import distcache.planner.rank
 sys.stdout.write(f"{times[1] - times[0]} {time.perf_counter() - times[1]}")
 """
 
@@ -468,8 +470,8 @@ SECTIONS = (
         (
             "Inside: the loops",
             "Mean milliseconds per step of the planner's loops, from steps of their own. "
-            "`advance` is in ingest, `order_ids` is in assemble, the others in "
-            "request.",
+            "`name_span` and `divide_span` are in request, `mark` and `order_ids` in assemble, the "
+            "others in ingest.",
         ),
         "loops",
         lambda record: record["ms"],

@@ -15,6 +15,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
+from llvmlite import ir
+from numba import extending
+from numba.core import cgutils
 
 log = logging.getLogger(__name__)
 
@@ -46,3 +50,29 @@ def array(dtype: Any, written: bool, dimensions: int = 1) -> Any:
 i4, i8 = types.int32, types.int64
 in4, in8, out4, out8 = array(i4, False), array(i8, False), array(i4, True), array(i8, True)
 out1 = array(types.uint8, True)
+
+
+def fetch_early(table: np.ndarray, row: int) -> None:
+    """Bring the row of a table, or of an index, to the core's cache; changes nothing."""
+
+
+@extending.intrinsic
+def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
+    """LLVM's instruction for that."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        own = context.make_array(table)(context, builder, arguments[0])
+        place = [arguments[1]] + [context.get_constant(types.intp, 0)] * (table.ndim - 1)
+        at = cgutils.get_item_pointer(context, builder, table, own, place, wraparound=False)
+        kind, number = ir.VoidType(), ir.IntType(32)
+        of = ir.FunctionType(kind, [at.type, number, number, number])
+        call = builder.module.declare_intrinsic("llvm.prefetch", (at.type,), of)
+        builder.call(call, [at, number(1), number(3), number(1)])  # to write, soon, data
+        return context.get_dummy_value()
+
+    return types.void(table, types.intp), generate
+
+
+@extending.overload(fetch_early, inline="always")
+def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
+    return lambda table, row: _prefetch(table, np.int64(row))

@@ -328,7 +328,6 @@ def check_plan(plan: StepPlan) -> None:
         "evicted slots and rows differ in number": plan.evict_slots.shape != plan.evict_rows.shape,
         "movement would wait for the step itself": plan.move_after >= plan.step,
         "order and positions differ in length": plan.order.shape != plan.positions.shape,
-        "segments do not cover the ids": int(plan.segments[-1]) != plan.positions.shape[0],
     }
     if shard is not None:
         problems |= _shard_problems(shard)
@@ -349,6 +348,7 @@ def check_plan_fully(plan: StepPlan, slots: int | None) -> None:
         "a fetched row fills another slot than its own": not torch.equal(
             plan.fetch_slots, plan.slots[plan.fetch]
         ),
+        "segments do not cover the ids": int(plan.segments[-1]) != plan.positions.shape[0],
         "touched rows are not those of the ids": not torch.equal(
             plan.touched.sort().values, plan.positions.unique()
         ),

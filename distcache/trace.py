@@ -12,7 +12,7 @@ import numpy as np
 from distcache.data.batch import BatchSource, JaggedIds, check_ids, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.shard import distinct_rows
+from distcache.planner.rank import distinct_rows
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulator import PlannerSettings
 
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner import loops
+from distcache.planner import loops, request_loops
 from distcache.planner.shard import HotRows
 from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
 
@@ -82,7 +82,7 @@ def shelvings() -> st.SearchStrategy[tuple[int, int]]:
 
 def shelves_of(local: np.ndarray, bits: int) -> np.ndarray:
     """The shelf of each local row of a home with 2^`bits`."""
-    return np.array([loops.shelf_of(row, bits) for row in local.tolist()], np.int64)
+    return np.array([request_loops.shelf_of(row, bits) for row in local.tolist()], np.int64)
 
 
 def most_rows(
@@ -149,15 +149,20 @@ def sharded_streams(
 
 COMPILED, PYTHON = BODIES = ("compiled", "python")
 
-NAMES = [name for name, value in vars(loops).items() if hasattr(value, "py_func")]
-"""The names of the loops."""
+LOOPS = [
+    (module, name)
+    for module in (loops, request_loops)
+    for name, value in vars(module).items()
+    if hasattr(value, "py_func")
+]
+NAMES = [f"{module.__name__.rpartition('.')[2]}.{name}" for module, name in LOOPS]
+"""The names of the loops, behind that of their file."""
 
 
 @contextlib.contextmanager
 def using(body: str) -> Iterator[None]:
     """The loops by one body while open."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
-        for name in NAMES if body == PYTHON else ():
-            loop = getattr(loops, name)
-            patch.setattr(loops, name, getattr(loop, "py_func", loop))
+        for module, name in LOOPS if body == PYTHON else ():
+            patch.setattr(module, name, getattr(module, name).py_func)
         yield

@@ -14,17 +14,13 @@ from distcache.comm.world import Nodes
 from distcache.data.batch import slice_bounds
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.rank import HomePart, RankPlanner, RowRequest, next_move_after
 from distcache.planner.shard import (
-    HomePart,
     HotLayout,
     HotRows,
-    RowRequest,
     ShardParts,
-    assemble,
-    make_request,
     make_routes,
     masks_for_all,
-    next_move_after,
     nothing,
     replies_to_all,
 )
@@ -90,6 +86,9 @@ class SimulatedWorld:
         self.written: list[np.ndarray] = []
         nodes = Nodes(settings.nodes or (world,))
         self._routes = [make_routes(nodes, rank) for rank in range(world)]
+        parts = [of[0].planner.parts if of else None for of in (self.replicated, self.sharded)]
+        among = None if hot is None else HotRows(layout, hot)
+        self._ranks = [RankPlanner(layout, among, parts) for _ in range(world)]
 
     def _homes(
         self, slots: int, hot: np.ndarray | None = None, first_slot: int | None = None
@@ -108,13 +107,8 @@ class SimulatedWorld:
 
     def add(self, rows: Sequence[np.ndarray], kind: str = "train") -> list[list[StepPlan]]:
         """Bring the rows of the next step, by rank, to their homes; the step that this decides."""
-        hot, both = self._settings.hot, (self.replicated, self.sharded)
-        if hot is not None:
-            hot = HotRows(self._layout, hot)
-        parts = [runs[0].planner.parts if runs else None for runs in both]
-        requests = [
-            make_request(self._layout, np.asarray(r, dtype=np.int64), hot, parts) for r in rows
-        ]
+        requests = [rank.request(of) for rank, of in zip(self._ranks, rows, strict=True)]
+        both = (self.replicated, self.sharded)
         for runs, region in zip(both, ("replicated", "sharded"), strict=True):
             asked = [getattr(request, region) for request in requests]
             for home, run in enumerate(runs):
@@ -152,7 +146,7 @@ class SimulatedWorld:
                 replies, masked = (tuple(home[rank] for home in of) for of in (told, masks))
                 how = (self._settings.early, self._routes[rank], masked)
                 tail = ShardParts(own[rank], replies, *sizes, *how)
-            plans.append(assemble(request, parts, shared[rank], after, tail))
+            plans.append(self._ranks[rank].assemble(request, parts, shared[rank], after, tail))
         return plans
 
 

@@ -20,7 +20,8 @@ from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
 from distcache.layout import TableSpec
 from distcache.ops.reference import put_rows, take_rows
-from distcache.planner.home import ResidentPlanner, Threads
+from distcache.planner.home import ResidentPlanner
+from distcache.planner.threads import Threads
 from distcache.planner.victims import DEFAULT
 
 AHEAD = (16, 1)

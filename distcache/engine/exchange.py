@@ -23,14 +23,8 @@ from distcache.comm.link import PLANNING, Link
 from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
-from distcache.planner.shard import (
-    HomePart,
-    make_routes,
-    masks_for_all,
-    pack,
-    replies_to_all,
-    unpack,
-)
+from distcache.planner.rank import HomePart
+from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to_all, unpack
 
 if TYPE_CHECKING:
     from distcache.engine.step import Flight
@@ -61,6 +55,9 @@ class Status(IntEnum):
     STOP = 2
     TOO_LARGE = 3
     ERROR = 4
+
+
+_STATUSES = tuple(Status)
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Told:
     sharded rows of some tables.
 
     `asked`: what the ranks agree on (OK where none asked); if rows came, for every group `named`,
-    those that each rank names here, with their `counts` int64 `[W, shelves]` (`shard.Asked`), and
+    those that each rank names here, with their `counts` int64 `[W, shelves]` (`rank.Asked`), and
     of each rank `samples`, those of its batch. `decided`:
     None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
     `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
@@ -146,18 +143,22 @@ class PlanExchange:
         All ranks ask for the same step and decide the same one; all leave out either. Raises
         PeerError where they are not at the same point.
         """
+        return (self._among_all if self._size > 1 else self._alone)(asking, deciding)
+
+    def _among_all(self, asking: Part | None, deciding: Part | None) -> Told:
+        """`exchange` of several ranks."""
         before, size = self._link.counters.planning_bytes, self._size
         header = torch.from_numpy(self._header(asking, deciding))
         what = f"header of {_step(asking, deciding)}"
         table = self._link.start_all_gather(header, PLANNING, what)().numpy()
-        asked = self._verdict(table, ASKED, asking)
-        decided = self._verdict(table, DECIDED, deciding)
+        lead = table[:, :LEAD].tolist()
+        asked, decided = self._verdict(lead, ASKED, asking), self._verdict(lead, DECIDED, deciding)
         self._compare(table, asked, decided)
         ends = LEAD + sum(self._shelves) * size
         numbers = table[:, ends:].reshape(size, self._groups, 3)
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
-        samples = table[:, SAMPLES].tolist()
+        samples = [own[SAMPLES] for own in lead]
         said = asked or Verdict(Status.OK, ())
         told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
         outgoing: Pieces = [[] for _ in range(size)]
@@ -186,36 +187,59 @@ class PlanExchange:
         told.sent = self._link.counters.planning_bytes - before - told.decision_bytes
         return told
 
+    def _alone(self, asking: Part | None, deciding: Part | None) -> Told:
+        """`exchange` of a rank that is all there are: nothing is sent, and no rows are sharded."""
+        asked, decided = (
+            part and self._verdict([[part.status]], 0, part) for part in (asking, deciding)
+        )
+        if Status.STOP in (asked and asked.status, decided and decided.status):
+            decided = None
+        rows = np.array([deciding.rows if deciding else ()])
+        told = Told(asked or Verdict(Status.OK, ()), decided, [], rows, rows)
+        if asking and asking.flight and told.asked.status is Status.OK:
+            told.samples = [asking.flight.batch.ids.batch_size]
+            told.named = [[asks.rows[0]] for asks in asking.flight.asked]
+            told.counts = [asks.counts for asks in asking.flight.asked]
+        if deciding and decided and decided.status is Status.OK:
+            of = deciding.decisions
+            told.parts = [[HomePart(own.slots, own.fetch, own.replies[0])] for own in of]
+            told.latest_use = [own.latest_use for own in of]
+        return told
+
     def _header(self, asking: Part | None, deciding: Part | None) -> np.ndarray:
         """This rank's header, int64 `[n]`: of one length whatever it tells of."""
         size, groups = self._size, self._groups
         ends = LEAD + size * sum(self._shelves)
         header = np.zeros(ends + groups * 3, dtype=np.int64)
-        header[_ASKED_STEP] = header[_DECIDED_STEP] = -1
-        header[_DIGEST] = self._digest
+        lead, numbers, start = [0] * LEAD, [0] * (groups * 3), LEAD
+        lead[_ASKED_STEP] = lead[_DECIDED_STEP] = -1
+        lead[_DIGEST] = self._digest
         if asking is not None:
-            header[ASKED], header[_ASKED_STEP] = asking.status, asking.step
+            lead[ASKED], lead[_ASKED_STEP] = asking.status, asking.step
             if asking.flight is not None:
                 batch = asking.flight.batch
-                header[_KIND] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
-                header[_INDEX], header[SAMPLES] = batch.index, batch.ids.batch_size
-                counts = [asks.counts.reshape(-1) for asks in asking.flight.asked]
-                header[LEAD:ends] = np.concatenate(counts)
+                lead[_KIND] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
+                lead[_INDEX], lead[SAMPLES] = batch.index, batch.ids.batch_size
+                for shelves, asks in zip(self._shelves, asking.flight.asked, strict=True):
+                    header[start : start + size * shelves] = asks.counts.reshape(-1)
+                    start += size * shelves
         if deciding is not None:
-            header[DECIDED], header[_DECIDED_STEP] = deciding.status, deciding.step
-            numbers = header[ends:].reshape(groups, 3)
+            lead[DECIDED], lead[_DECIDED_STEP] = deciding.status, deciding.step
             if deciding.rows:
-                numbers[:, 0] = deciding.rows
-            for own, decision in zip(numbers, deciding.decisions, strict=False):
-                own[1], own[2] = len(decision.fetch), decision.latest_use
+                numbers[::3] = deciding.rows
+            for group, decision in enumerate(deciding.decisions):
+                numbers[3 * group + 1] = len(decision.fetch)
+                numbers[3 * group + 2] = decision.latest_use
+        header[:LEAD], header[ends:] = lead, numbers
         return header
 
-    def _verdict(self, table: np.ndarray, what: int, part: Part | None) -> Verdict | None:
-        """The strongest status of what all ranks have a `part` in, and who said it."""
+    def _verdict(self, lead: list[list[int]], what: int, part: Part | None) -> Verdict | None:
+        """The strongest status of what all ranks have a `part` in, and who said it; `lead`: of the
+        headers of all."""
         if part is None:
             return None
-        said = table[:, what].tolist()
-        status = Status(max(said))
+        said = [own[what] for own in lead]
+        status = _STATUSES[max(said)]
         ranks = tuple([rank for rank, own in enumerate(said) if own == status])
         if status is not Status.ERROR:
             return Verdict(status, ranks)
@@ -226,8 +250,6 @@ class PlanExchange:
     def _compare(self, table: np.ndarray, asked: Verdict | None, decided: Verdict | None) -> None:
         """Raise PeerError if the ranks are not at the same point, with what went wrong on one of
         them, if anything did: then their configurations are no matter."""
-        if len(table) == 1:
-            return
         verdicts = [verdict for verdict in (asked, decided) if verdict is not None]
         failed = [verdict for verdict in verdicts if verdict.status is Status.ERROR]
         columns = [_ASKED_STEP, _DECIDED_STEP]
@@ -286,8 +308,6 @@ class PlanExchange:
         self, outgoing: Pieces, lengths_of: Callable[[], np.ndarray], what: str
     ) -> Pieces:
         """Send each rank its parts (int32); from each the pieces of such lengths."""
-        if len(outgoing) == 1:
-            return [[part.astype(_WIRE, copy=False) for part in outgoing[0]]]
         lengths = lengths_of()
         flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
         sends = [sum([len(part) for part in parts]) for parts in outgoing]
@@ -309,11 +329,10 @@ class PlanExchange:
                     if len(part.reply) > count:
                         masks = unpack(part.reply[count:], count, self.routes.mates)
                         homes[home] = replace(part, reply=part.reply[:count], masks=masks)
-        if self._size > 1:
-            self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
-            for part in (part for homes in told.parts for part in homes):
-                self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)
-        told.latest_use = numbers[:, :, 2].max(0).tolist()
+        self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
+        for part in (part for homes in told.parts for part in homes):
+            self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)
+        told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
 
 
 def _asked(part: Part) -> np.ndarray:

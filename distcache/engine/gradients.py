@@ -29,7 +29,7 @@ from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
 from distcache.ops.reference import SegmentChunks, by_sample
-from distcache.planner.loops import counts_up
+from distcache.planner.request_loops import counts_up
 from distcache.step_plan import Change, ShardPlan, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 

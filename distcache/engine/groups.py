@@ -19,7 +19,7 @@ from distcache.comm.world import World
 from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
-from distcache.planner.loops import counts_up
+from distcache.planner.request_loops import counts_up, find_pieces
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
@@ -55,15 +55,13 @@ class TableGroup:
         return self.layout.dim
 
     @cached_property
-    def by_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The features by table, those of one in their order, int64 `[F]`; int64 `[2, F]`, of each
-        of these the first row of its table, and how many rows that has; and which of these are the
-        first of their table, int64."""
+    def by_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """The features by table, those of one in their order, int64 `[F]`; and int64 `[2, F]`, of
+        each of these the first row of its table, and how many rows that has."""
         rows = dict(zip(self.layout.offsets.tolist(), self.layout.tables, strict=False))
         order = self.offsets.argsort(kind="stable")
         first = self.offsets[order]
-        heads = np.flatnonzero(np.diff(first, prepend=-1))
-        return order, np.array([first, [rows[at].rows for at in first.tolist()]]), heads
+        return order, np.array([first, [rows[at].rows for at in first.tolist()]])
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class GroupBags:
     weights: Tensor | None
     scale: Tensor | None
     pieces: np.ndarray | None = None
-    """int64 `[5, F]`: the ids of each feature, by table; see `planner.loops.name_rows`."""
+    """int64 `[5, F]`: the ids of each feature, by table; see `planner.request_loops.name_rows`."""
 
     @cached_property
     def single(self) -> bool:
@@ -151,25 +149,19 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
     if len(group.features) != len(ids.features):
         offsets, values, weights = _select(ids, group.features)
     own = values.numpy().astype(np.int64, copy=False)
-    edges = offsets.numpy()[:: max(batch, 1)]
+    edges = np.ascontiguousarray(offsets.numpy())
     if edges[0] != 0 or edges[-1] != len(own):
         raise DataError(f"offsets go from {edges[0]} to {edges[-1]} for {len(own)} ids")
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
     scale = None
     if any(group.mean):
-        scale = _scale(group, np.diff(offsets.numpy()), batch, dtype)
-    pieces = _pieces(group, edges) if batch else None
+        scale = _scale(group, np.diff(edges), batch, dtype)
+    pieces = None
+    if batch:
+        pieces = np.empty((5, len(group.features)), np.int64)
+        find_pieces(edges, batch, *group.by_table, pieces)
     return GroupBags(len(group.features), own, offsets, weights, scale, pieces)
-
-
-def _pieces(group: TableGroup, edges: np.ndarray) -> np.ndarray:
-    """See `GroupBags.pieces`; the ids of feature f are `edges[f : f + 2]`."""
-    order, of_table, heads = group.by_table
-    starts, stops = edges[order], edges[order + 1]
-    rooms = np.zeros(len(order), np.int64)
-    rooms[heads] = np.add.reduceat(stops - starts, heads) if len(heads) else 0
-    return np.stack((starts, stops, *of_table, rooms))
 
 
 def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:

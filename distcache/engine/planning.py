@@ -24,17 +24,10 @@ from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
-from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner, Threads
-from distcache.planner.shard import (
-    HomePart,
-    HotLayout,
-    HotRows,
-    ShardParts,
-    assemble,
-    make_request,
-    next_move_after,
-    nothing,
-)
+from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner
+from distcache.planner.rank import HomePart, RankPlanner, next_move_after
+from distcache.planner.shard import HotLayout, HotRows, ShardParts, nothing
+from distcache.planner.threads import Threads
 from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
@@ -143,14 +136,21 @@ class StreamPlanner:
         self._exchange = PlanExchange(link, shelves, settings.fingerprint, sharded)
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
-        self._hot = [
-            None if group.hot is None else HotRows(group.layout, group.hot) for group in groups
-        ]
         self.threads = Threads(settings.planner_threads)
-        self._parts: list[list[Parts | None]] = [[None, None] for _ in groups]
+        parts: list[list[Parts | None]] = [[None, None] for _ in groups]
         for region in regions:
             region.planner.threads = self.threads
-            self._parts[region.group][region.sharded] = region.planner.parts
+            parts[region.group][region.sharded] = region.planner.parts
+        self._ranks = [
+            RankPlanner(
+                group.layout,
+                None if group.hot is None else HotRows(group.layout, group.hot),
+                of,
+                self.threads,
+            )
+            for group, of in zip(groups, parts, strict=True)
+        ]
+        """What this rank does for each group."""
 
     def planned(
         self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool = True
@@ -206,10 +206,8 @@ class StreamPlanner:
             batch = self._prepare(next(iterator))
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
-                make_request(group.layout, bag.ids, hot, parts, bag.pieces, self.threads)
-                for group, bag, hot, parts in zip(
-                    self.groups, bags, self._hot, self._parts, strict=True
-                )
+                rank.request(bag.ids, bag.pieces)
+                for rank, bag in zip(self._ranks, bags, strict=True)
             ]
         except StopIteration:
             return Part(step, Status.END)
@@ -305,7 +303,7 @@ class StreamPlanner:
         began, decisions, status = time.perf_counter(), [], Status.OK
         planners = [region.planner for region in self.regions]
         rows = [planner.due_rows for planner in planners]
-        if any(count > of.slots for count, of in zip(rows, planners, strict=True)):
+        if any([count > of.slots for count, of in zip(rows, planners, strict=True)]):
             status, error = Status.TOO_LARGE, None
         elif error is None:
             try:
@@ -368,7 +366,7 @@ class StreamPlanner:
             mine = nothing((flight.step, flight.batch.kind), size)
             parts = [HomePart(mine.slots, mine.fetch, mine.slots)] * size
         request = flight.requests[group]
-        return assemble(request, parts, mine, move_after, sharded, self.threads)
+        return self._ranks[group].assemble(request, parts, mine, move_after, sharded)
 
 
 def _peer_error(verdict: Verdict) -> PeerError:

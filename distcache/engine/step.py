@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from distcache.data.batch import Batch
-from distcache.planner.shard import Asked, RowRequest
+from distcache.planner.rank import Asked, RowRequest
 from distcache.step_plan import StepPlan
 from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
 

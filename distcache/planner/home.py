@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import itemgetter
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
-from distcache.planner import loops
+from distcache.planner import loops, request_loops
+from distcache.planner.threads import ALONE
 from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped, make_ranking
 
 _AHEAD = 24
@@ -86,8 +84,15 @@ class Parts:
         Returns the rows as their parts number them, int32; where each shelf begins, int64
         `[shelves + 1]`; and where each of `local` is now, int32.
         """
-        own = Shelves([self])
-        return own.divide([own.shelve(local)], [_NONE])[:3]
+        count, shelves = len(local), 1 << self.shelves
+        room, homes = make_room(count, 2, 1, shelves), homes_of([self])
+        room.spans[0], room.rows[:], room.occurs[:] = (0, 0, 0, count), local, 1
+        starts, sizes = np.empty(shelves + 1, np.int64), np.empty(shelves, np.int64)
+        out = divided, places, _ = np.empty((3, count), np.int32)
+        request_loops.shelve_span(homes, room, 0)
+        request_loops.order_shelves(room.counts, room.firsts, starts, sizes)
+        request_loops.divide_span(room, 0, 0, *out)
+        return divided, starts, places
 
     def parts_of(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each local row, and its number there."""
@@ -133,134 +138,51 @@ def _bits(count: int) -> int:
 _NONE, _BLOCK = np.empty(0, np.int32), 1 << 20
 
 
-class Threads:
-    """Runs the parts of a home on `count` threads, this one among them.
-
-    They take calls from one queue: those of a pool take several times as long to begin.
-    """
-
-    def __init__(self, count: int = 1) -> None:
-        self.count, self._asked = count, SimpleQueue[Any]()
-        how: dict[str, Any] = {"target": self._work, "name": "distcache-part", "daemon": True}
-        self._others = [Thread(**how) for _ in range(count - 1)]
-        for thread in self._others:
-            thread.start()
-
-    def _work(self) -> None:
-        """Calls, until there is None, with what takes the place of each, its result and error."""
-        while (asked := self._asked.get()) is not None:
-            told, place, call, of = asked
-            try:
-                told.put((place, call(*of), None))
-            except BaseException as error:
-                told.put((place, None, error))
-            del asked, told, call, of  # or what they hold would live until the next call
-
-    def ranges(self, pieces: int) -> list[tuple[int, int]]:
-        """What each thread gets of so many pieces: from which on, up to which."""
-        ends = [pieces * n // self.count for n in range(self.count + 1)]
-        return [(first, last) for first, last in pairwise(ends) if first < last]
-
-    def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
-        """What `call` returns for each of `arguments`, all at the same time."""
-        if not self._others or len(arguments) < 2:
-            return [call(*of) for of in arguments]
-        told = SimpleQueue[Any]()
-        for place, of in enumerate(arguments[1:]):
-            self._asked.put((told, place, call, of))
-        try:
-            own = call(*arguments[0])
-        finally:  # whatever comes of this: they work on what this thread has
-            others = sorted((told.get() for _ in arguments[1:]), key=itemgetter(0))
-        for _, _, error in others:
-            if error is not None:
-                raise error
-        return [own, *(result for _, result, _ in others)]
-
-    def close(self) -> None:
-        """End the threads."""
-        for _ in self._others:
-            self._asked.put(None)
-        for thread in self._others:
-            thread.join()
-        self._others = []
+def make_room(ids: int, table: int, spans: int, shelves: int) -> request_loops.Room:
+    """Scratch for so many ids in so many spans, tables of so many entries, and homes of so many
+    shelves together."""
+    cuts, hashed = np.empty((spans, 4), np.int64), np.empty((spans, table), np.int64)
+    direct, about = (np.empty(shape, np.int32) for shape in ((spans, table), (ids, 2)))
+    rows, three = np.empty(ids, np.int64), np.empty((3, ids), np.int32)
+    counts = np.empty((2, spans, 2, shelves), np.int64)
+    return request_loops.Room(cuts, direct, hashed, rows, *three, *counts, about)
 
 
-ALONE = Threads()
-"""The thread that calls."""
-
-
-Shelved = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""A piece of local rows, int64 `[n]`; their homes, int32, or none: all are of the first; the shelf
-of each, int32; how many each shelf has, int64."""
-
-
-class Shelves:
-    """Sorts local rows of homes, which have `parts`, by home and shelf, stably: in pieces, one
-    after the other, that threads `shelve` and then `divide`."""
-
-    def __init__(self, parts: Sequence[Parts]) -> None:
-        shapes = np.stack([of.shape for of in parts])
-        ends = (1 << shapes[:, 0]).cumsum()
-        self._shapes, self._count = (shapes, ends - (1 << shapes[:, 0])), int(ends[-1])
-
-    def shelve(self, local: np.ndarray, homes: np.ndarray = _NONE) -> Shelved:
-        """These rows as a piece."""
-        local = np.ascontiguousarray(local, dtype=np.int64)
-        found = np.empty(len(local), np.int32), np.empty(self._count, np.int64)
-        loops.shelve_rows(local, homes, *self._shapes, *found)
-        return local, homes, *found
-
-    def divide(
-        self, pieces: Sequence[Shelved], occurs: Sequence[np.ndarray], threads: Threads = ALONE
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of the R rows of all pieces, sorted: how their parts number them, int32 `[R]`; where
-        those of each shelf begin, int64 `[shelves + 1]`; where each row is now, int32 `[R]`; and
-        where the ids of each begin, int32 `[R + 1]`. `occurs`: how many ids has each, int32 `[n]`
-        for each piece, or none: one."""
-        counts, starts = np.stack([of[3] for of in pieces]), np.empty(self._count + 1, np.int64)
-        firsts = np.empty_like(counts)
-        loops.order_shelves(counts, starts, firsts)
-        ends = list(accumulate(len(of[0]) for of in pieces))
-        divided, places, segments = (np.empty(ends[-1] + more, np.int32) for more in (0, 0, 1))
-
-        def divide(piece: int, stop: int) -> None:
-            local, homes, shelves, _ = pieces[piece]
-            own = places[stop - len(local) : stop]
-            out = firsts[piece], occurs[piece], divided, own, segments
-            loops.divide_rows(local, homes, *self._shapes, shelves, *out)
-
-        threads.each(divide, list(enumerate(ends)))
-        loops.add_up(segments)
-        return divided, starts, places, segments
+def homes_of(
+    parts: Sequence[Parts], world: int = 1, known: tuple | None = None
+) -> request_loops.Homes:
+    """The homes of a group over `world` ranks, which have `parts`: those of replicated rows, and of
+    sharded ones, where there are any. `known`: then the fields of the replicated ones."""
+    shapes, first = np.zeros((len(parts), 4), np.int64), 0
+    for own, of in zip(shapes, parts, strict=True):
+        own[:3], own[3] = of.shape, first
+        first += world << of.shelves
+    rows = known or (np.empty(0, np.int64), _NONE, _NONE, 0)
+    return request_loops.Homes(world, known is not None, shapes, *rows)
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """A step's rows at their home. By part, those of part p from `bases[p]` on (int64 `[K]`), its
-    `counts[p]` (int64 `[K]`) `distinct` rows, numbered in their part, by shelf, then first
-    occurrence, and the steps that named them `previous` to it, -1 for none. `labels`: of each row
-    that rank r asked for on shelf s, from `starts[r, s]` to `starts[r, s + 1]` (int64 `[W, shelves
-    + 1]`), its place among those of its part. int32 `[N]` all three, N rows asked for."""
+    """A step's rows at their home, U_h distinct `rows`, which its slots hold where it `fits`. By
+    part, those of part p from `bases[p]` on (int64 `[K]`), its `counts[p]` (int64 `[K]`) `distinct`
+    rows, numbered in their part, by shelf, then first occurrence, and the steps that named them
+    `previous` to it, -1 for none; `firsts`: the canonical index of the first of each, int64 `[K]`.
+    `labels`: of each row that rank r asked for on shelf s, from `starts[r, s]` to `starts[r, s +
+    1]` (int64 `[W, shelves + 1]`), its place among those of its part. int32 `[N]` all three, N rows
+    asked for, those of rank r up to `ends[r]`."""
 
     step: int
     kind: str
+    rows: int
+    fits: bool
+    ends: list[int]
     distinct: np.ndarray
     previous: np.ndarray
     labels: np.ndarray
     starts: np.ndarray
     bases: np.ndarray
     counts: np.ndarray
-
-    @cached_property
-    def rows(self) -> int:
-        """U_h: distinct rows of the home."""
-        return int(self.counts.sum())
-
-    @cached_property
-    def firsts(self) -> np.ndarray:
-        """The canonical index of the first row of each part, int64 `[K]`."""
-        return np.cumsum(self.counts) - self.counts
+    firsts: np.ndarray
 
     def dense(self, values: np.ndarray) -> np.ndarray:
         """`values` `[N]`, of which each part has `counts` from `bases` on, without gaps."""
@@ -285,8 +207,7 @@ class Ingested:
 
     def replies(self) -> tuple[np.ndarray, ...]:
         """For each rank, int32: the canonical index of every row that it asked for."""
-        edges = self.starts[:, [0, -1]].tolist()
-        return tuple([self.labels[start:stop] for start, stop in edges])
+        return tuple([self.labels[start:stop] for start, stop in pairwise([0, *self.ends])])
 
 
 @dataclass(frozen=True)
@@ -296,7 +217,8 @@ class HomeDecision:
     `previous` int32 `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for
     each rank, int32, the canonical index within this home of every row that it asked for; `slots`
     `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to fetch,
-    ascending; rows are row numbers of the layout (int64).
+    ascending, which fill `fetch_slots`; `missing` uint8 `[U_h]`: whether a row is one of these;
+    rows are row numbers of the layout (int64).
     """
 
     step: int
@@ -309,6 +231,8 @@ class HomeDecision:
     evict_slots: np.ndarray
     evict_rows: np.ndarray
     latest_use: int
+    fetch_slots: np.ndarray
+    missing: np.ndarray
 
 
 class Layout(Protocol):
@@ -340,7 +264,7 @@ class Planner:
         self.layout, self.home, self.parts, self.own_slots = layout, home, parts, own_slots
         self.threads = ALONE
         """What runs the parts."""
-        self._home = _new_home(parts, 0)
+        self._home, self._sizes = _new_home(parts, 0), np.diff(parts.edges)
         self._window: deque[Ingested] = deque()
         self._looks_ahead, self._planned = False, -1
 
@@ -378,14 +302,15 @@ class Planner:
         does not have, and for a step that does not come after those before it.
         """
         rows = np.concatenate(requests) if len(requests) > 1 else requests[0]
-        rows = np.ascontiguousarray(rows, dtype=np.int32)
+        rows, count = np.ascontiguousarray(rows, dtype=np.int32), self.parts.count
         if counts is None:
             counts = np.array([[len(request)] for request in requests])
         starts = np.empty((len(requests), counts.shape[1] + 1), np.int64)
-        bases, sizes, by_part = np.empty((3, self.parts.count), np.int64)
-        fits = counts.shape == (len(requests), 1 << self.parts.shelves)
-        out = self.parts.count, starts, bases, by_part
-        highest = loops.spread_counts(rows, np.ascontiguousarray(counts), *out) if fits else -1
+        bases, sizes, firsts = np.empty((3, count), np.int64)
+        oldest, highest, waiting = self._window[0].step if self._window else -1, -1, 0
+        if counts.shape == (len(requests), 1 << self.parts.shelves):
+            given = rows, np.ascontiguousarray(counts), starts, bases
+            highest, waiting = loops.spread_counts(self._home, oldest, *given)
         if highest < 0:
             raise PlanError(
                 f"step {step}: {counts.tolist()} do not count {len(rows)} rows by shelf"
@@ -401,31 +326,35 @@ class Planner:
         last = self._window[-1].step if self._window else self._planned
         if step != last + 1:
             raise PlanError(f"step {step} does not follow {last}: steps come in order")
-        entry = Ingested(
-            step, kind, *(np.empty(len(rows), np.int32) for _ in range(3)),
-            starts, bases, sizes,
-        )  # fmt: skip
         if self._looks_ahead:
-            self._make_room(step, by_part)
+            self._make_room(step, waiting)
+        distinct, previous, labels = np.empty((3, len(rows)), np.int32)
         inner = self.parts.shelves - self.parts.bits
         named = loops.Named(
             step, self._planned, self._looks_ahead, once, inner, rows, starts, bases,
-            entry.distinct, entry.previous, entry.labels, entry.counts,
+            distinct, previous, labels, sizes,
+        )  # fmt: skip
+        self._take_in(named, decide)
+        total, over = loops.sum_up(sizes, self._sizes, firsts)
+        ends = list(accumulate(map(len, requests)))
+        entry = Ingested(
+            step, kind, int(total), over == 0, ends, distinct, previous, labels,
+            starts, bases, sizes, firsts,
         )  # fmt: skip
         self._window.append(entry)
-        self._take_in(named, decide)
         return entry
 
     def _take_in(self, named: loops.Named, decide: bool) -> None:
         """The work of `ingest` in all parts."""
-        self._share(lambda a, b: loops.ingest(self._home, a, b, named))
+        self._share(loops.ingest, named)
 
-    def _share(self, call: Callable[[int, int], object]) -> None:
-        """`call(first, last)` for all parts, shared out among the threads."""
-        self.threads.each(call, self.threads.ranges(self.parts.count))
+    def _share(self, loop: Callable[..., object], *what: tuple) -> None:
+        """`loop(home, first, last, *what)` for all parts, shared out among the threads."""
+        ranges = self.threads.ranges(self.parts.count)
+        self.threads.each(loop, [(self._home, *of, *what) for of in ranges])
 
-    def _make_room(self, step: int, rows: np.ndarray) -> None:
-        """Room for what the window knows of `step`, which names so many rows of each part."""
+    def _make_room(self, step: int, waiting: int) -> None:
+        """Room for what the window knows of `step`, with which so many rows of a part may wait."""
 
     def plan(self) -> HomeDecision:
         """Decide the oldest ingested step."""
@@ -491,7 +420,7 @@ class HomePlanner(Planner):
         super().__init__(layout, home, parts, slice(first, first + slots))
         self._prefetch, self._looks_ahead = prefetch, policy.uses_window
         self._ranking, self._popularity = make_ranking(policy, slots, popularity), popularity
-        self._sizes, self._own_slots = np.diff(parts.edges), first + parts.edges[:-1]
+        self._own_slots = first + parts.edges[:-1]
         known = _new_home(parts, int(self._sizes.max()), 64, 256)
         self._names = np.empty((parts.count, 0), np.int32)
         if names is not None:
@@ -501,7 +430,7 @@ class HomePlanner(Planner):
         known.index[..., loops.HELD] = -loops.LEVELS
         if popularity is not None and policy.ranking == "frequency":
             known.index[..., loops.HELD] += parts.spread(popularity)
-        self._home, self._highest = known, 0
+        self._home, self._lowest, self._highest = known, 0, 0
         self._decided: HomeDecision | Exception | None = None
         self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._hold(np.full(slots, -1, np.int64), -1)
@@ -518,13 +447,9 @@ class HomePlanner(Planner):
         if self._decided is not None:
             return 0 if isinstance(self._decided, Exception) else len(self._decided.slots)
         entry, parts = self._window[0], self.parts
-        return entry.rows if self._fits(entry) else parts.enough(entry.local(parts))
+        return entry.rows if entry.fits else parts.enough(entry.local(parts))
 
-    def _fits(self, entry: Ingested) -> bool:
-        """Whether the rows of each part find room."""
-        return not (entry.counts > self._sizes).any()
-
-    def _make_room(self, step: int, rows: np.ndarray) -> None:
+    def _make_room(self, step: int, waiting: int) -> None:
         """See `Planner._make_room`."""
         known = self._home
         steps = len(known.origins)
@@ -532,29 +457,30 @@ class HomePlanner(Planner):
             self._widen(2 * (step - self._planned), 0)
             known = self._home
             steps = len(known.origins)
-        oldest = self._window[0].step if self._window else step
-        begins = known.begins[:, oldest & (steps - 1)] if self._window else known.heads
-        need, size = int((known.heads - begins + rows).max()), known.waiting.shape[1]
-        if need > size:
-            waiting = np.empty((self.parts.count, 1 << need.bit_length()), np.int32)
+        size = known.waiting.shape[1]
+        if waiting > size:
+            begins = known.heads
+            if self._window:
+                begins = known.begins[:, self._window[0].step & (steps - 1)]
+            wider = np.empty((self.parts.count, 1 << int(waiting).bit_length()), np.int32)
             for part, (start, stop) in enumerate(zip(begins, known.heads, strict=True)):
                 at = np.arange(start, stop)
-                waiting[part, at & (waiting.shape[1] - 1)] = known.waiting[part, at & (size - 1)]
-            self._home = known._replace(waiting=waiting)
+                wider[part, at & (wider.shape[1] - 1)] = known.waiting[part, at & (size - 1)]
+            self._home = known._replace(waiting=wider)
         known.origins[step & (steps - 1)] = self._planned + 1
 
     def _take_in(self, named: loops.Named, decide: bool) -> None:
         """See `Planner._take_in`: with the next decision, where that is known to be possible."""
-        if not decide or len(self._window) < 2 or not self._fits(self._window[0]):
+        if not decide or not self._window or not self._window[0].fits:
             super()._take_in(named, decide)
             return
         try:
-            due, decided = self._begin()
+            due, decided = self._begin(named.step)
         except Exception as error:  # `plan` raises it, where it is told to others
             self._decided = error
             super()._take_in(named, decide)
             return
-        self._share(lambda a, b: loops.advance(self._home, a, b, named, due))
+        self._share(loops.advance, named, due)
         try:
             self._decided = decided()
         except Exception as error:
@@ -569,7 +495,7 @@ class HomePlanner(Planner):
         if found is not None:
             return found
         entry = self._window[0]
-        if not self._fits(entry):
+        if not entry.fits:
             needs = self.due_rows
             raise StepTooLargeError(
                 f"step {entry.step}: home rank {self.home} has {entry.rows} distinct rows, which "
@@ -577,34 +503,36 @@ class HomePlanner(Planner):
                 rows=needs,
                 slots=self.slots,
             )
-        due, decided = self._begin()
-        self._share(lambda a, b: loops.plan(self._home, a, b, due))
+        due, decided = self._begin(self._window[-1].step)
+        self._share(loops.plan, due)
         return decided()
 
-    def _begin(self) -> tuple[loops.Due, Callable[[], HomeDecision]]:
-        """The oldest step for the loops, and what gives the decision once they are done."""
-        entry, ranking, count = self._window.popleft(), self._ranking, self.parts.count
+    def _begin(self, newest: int) -> tuple[loops.Due, Callable[[], HomeDecision]]:
+        """The oldest step for the loops, and what gives the decision once they are done; `newest`:
+        the last step that is known."""
+        entry, ranking = self._window.popleft(), self._ranking
         step = self._planned = entry.step
-        newest = self._window[-1].step if self._window and self._looks_ahead else step
         before = ranking.learn(entry.rows, step)
-        self._highest = max(self._highest, ranking.base + int(ranking.ranks[-1]))
-        keys = self._highest - int(self._home.keys.min()) + 1
+        self._highest = max(self._highest, ranking.base + ranking.top)
+        keys = self._highest - self._lowest + 1
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
+        newest = newest if self._looks_ahead else step
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
         scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest, self._names)
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
-        kinds = (np.int32, np.uint8, np.uint8, np.int32, np.int32, np.int32, np.int32)
-        out = [np.empty(entry.rows, kind) for kind in kinds]
-        done = np.empty((count, 5), np.int64)
         where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
+        slots, fetch, taken, evict_slots = np.empty((4, entry.rows), np.int32)
+        local, levels = np.empty((2, entry.rows), np.int64), np.empty((3, entry.rows), np.uint8)
+        out = (slots, *levels, fetch, taken, evict_slots, *local)
+        done = np.empty((self.parts.count, 5), np.int64)
         due = loops.Due(*when, *scale, *what, *where, *out, done)
         return due, lambda: self._decision(entry, due, before)
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        fetched, evicted = np.empty((2, entry.rows), np.int64)
-        came, gone, latest = loops.gather(due, fetched, evicted)
+        of = due.fetch, due.taken, due.fetched, due.evict_slots, due.evicted
+        came, gone, latest, self._lowest = loops.gather(due.done, self._home.keys, *of)
         if latest < -1:
             raise PlanError(
                 f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
@@ -617,10 +545,12 @@ class HomePlanner(Planner):
             replies=entry.replies(),
             slots=due.slots,
             fetch=due.fetch[:came],
-            fetch_rows=self.layout.row(self.home, fetched[:came]),
+            fetch_rows=self.layout.row(self.home, due.fetched[:came]),
             evict_slots=due.evict_slots[:gone],
-            evict_rows=self.layout.row(self.home, evicted[:gone]),
+            evict_rows=self.layout.row(self.home, due.evicted[:gone]),
             latest_use=latest,
+            fetch_slots=due.taken[:came],
+            missing=due.missing,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
@@ -661,8 +591,9 @@ class HomePlanner(Planner):
         known.table[:] = np.arange(known.table.shape[1])[:, None]
         known.table[..., loops.LAST], known.table[..., loops.NEXT] = used_at, loops.NEVER
         known.heads.fill(0)
-        known.keys.fill(self._ranking.base)
-        self._highest = self._ranking.base + int(self._ranking.ranks[-1])
+        self._lowest = self._ranking.base
+        known.keys.fill(self._lowest)
+        self._highest = self._ranking.base + self._ranking.top
         if self._popularity is not None:
             slot = slot[np.argsort(self._popularity[local[slot]], kind="stable")]
         slot = np.concatenate((slot, np.flatnonzero(local < 0)))
@@ -720,7 +651,7 @@ class ResidentPlanner(Planner):
         self._planned = entry.step
         rows = self.layout.row(self.home, entry.local(self.parts))
         known = (entry.step, entry.kind, entry.dense(entry.previous), entry.replies())
-        return HomeDecision(*known, rows, none, none, none, none, -1)
+        return HomeDecision(*known, rows, *[none] * 4, -1, none, np.zeros(len(rows), np.uint8))
 
 
 class PassThroughPlanner(ResidentPlanner):
@@ -749,6 +680,8 @@ class PassThroughPlanner(ResidentPlanner):
             evict_slots=old_slots,
             evict_rows=old_rows,
             latest_use=latest,
+            fetch_slots=slots,
+            missing=np.ones(len(slots), np.uint8),
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:

@@ -1,19 +1,16 @@
-"""The planner's loops over ids and rows, see `distcache.compiled`."""
+"""Loops over the rows of one home, see `distcache.compiled`: where they are, and which leave."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import extending
-from numba.core import cgutils
 
-from distcache.compiled import array, compiled, i4, i8, in4, in8, out1, out4, out8, types
+from distcache.compiled import array, compiled, fetch_early, i4, i8, in4, in8, out4, out8, types
 
 in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
 in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
-in1 = array(types.uint8, False)
+in1, out1 = array(types.uint8, False), array(types.uint8, True)
 
 PINNED = 255
 """Popularity class of a row that leaves only where no other can."""
@@ -31,131 +28,6 @@ _OLDEST = 1 << 30
 at = np.uint64
 """Of an index that is not negative: any other one Numba first looks at, for it may count from the
 end, and that is a fifth of these loops."""
-
-
-# -----------------------------------------------------------------------------
-# What a rank asks for: the distinct rows of its ids, by home and part.
-
-
-@compiled(i8(in8, in88, i8, out4, i8, out8, out4, out4))
-def name_direct(
-    ids: np.ndarray,
-    pieces: np.ndarray,
-    piece: int,
-    table: np.ndarray,
-    count: int,
-    distinct: np.ndarray,
-    labels: np.ndarray,
-    counts: np.ndarray,
-) -> int:
-    """`name_rows` of one piece, whose table has no more rows than `table`: the label of each."""
-    offset, rows, start = pieces[2, piece], np.uint64(pieces[3, piece]), pieces[0, piece]
-    ids, labels = ids[start : pieces[1, piece]], labels[start : pieces[1, piece]]
-    for i in range(len(ids)):
-        row = at(ids[i])
-        if row >= rows:
-            return -1 - (start + i)
-        label = table[row]
-        if label < 0:
-            label = table[row] = count
-            distinct[at(count)], counts[at(count)] = ids[i] + offset, 0
-            count += 1
-        counts[at(label)] += 1
-        labels[i] = label
-    return count
-
-
-@compiled(i8(in8, in88, i8, out8, i8, i8, i8, out8, out4, out4))
-def name_hashed(
-    ids: np.ndarray,
-    pieces: np.ndarray,
-    piece: int,
-    table: np.ndarray,
-    bits: int,
-    base: int,
-    count: int,
-    distinct: np.ndarray,
-    labels: np.ndarray,
-    counts: np.ndarray,
-) -> int:
-    """`name_rows` of one piece by a hash table of 2^`bits` entries: row << `bits` | label - `base`,
-    -1 for none."""
-    offset, rows, start = pieces[2, piece], np.uint64(pieces[3, piece]), pieces[0, piece]
-    one, mask = np.uint64(1), np.uint64((1 << bits) - 1)
-    ids, labels = ids[start : pieces[1, piece]], labels[start : pieces[1, piece]]
-    for i in range(len(ids)):
-        row = ids[i]
-        if np.uint64(row) >= rows:
-            return -1 - (start + i)
-        key = np.uint64(row) * _FIRST
-        place = (key ^ (key >> _HALF)) & mask
-        entry = table[place]
-        while entry >= 0 and entry >> bits != row:
-            place = (place + one) & mask
-            entry = table[place]
-        label = base + (entry & np.int64(mask))
-        if entry < 0:
-            label = count
-            table[place] = (row << bits) | (count - base)
-            distinct[at(count)], counts[at(count)] = row + offset, 0
-            count += 1
-        counts[at(label)] += 1
-        labels[i] = label
-    return count
-
-
-@compiled(i8(in8, in88, i8, i8, out4, out8, out8, out4, out4))
-def name_rows(
-    ids: np.ndarray,
-    pieces: np.ndarray,
-    first: int,
-    last: int,
-    direct: np.ndarray,
-    hashed: np.ndarray,
-    distinct: np.ndarray,
-    labels: np.ndarray,
-    counts: np.ndarray,
-) -> int:
-    """Distinct rows of the pieces from `first` to `last` - 1, table by table by first occurrence.
-
-    `ids` int64 `[n]`; `pieces` int64 `[5, P]`: where each begins and ends, the row of its id 0, how
-    many rows its table has, and how many ids it and those pieces that follow on the same table
-    have, 0 for these. `direct` int32 and `hashed` int64: scratch, a power of two >= 2 and >= 2 x
-    the most of these: the labels of a table's rows where they fit, else a hash table of them.
-    Writes `distinct`, int64, how often each occurs to `counts`, and each id's place among them to
-    `labels`, int32; `[n]` all three. Returns how many rows are distinct; or -1 - i for an id i that
-    its table has not.
-    """
-    count, base, bits = 0, 0, 1
-    for piece in range(first, last):
-        rows, room = pieces[3, piece], pieces[4, piece]
-        if room > 0:
-            base, bits = count, 1
-            while 1 << bits < 2 * room:
-                bits += 1
-            if rows <= 1 << bits:
-                direct[:rows] = -1
-            else:
-                hashed[: 1 << bits] = -1
-        if rows <= 1 << bits:
-            count = name_direct(ids, pieces, piece, direct, count, distinct, labels, counts)
-        else:
-            own = (hashed, bits, base, count, distinct, labels, counts)
-            count = name_hashed(ids, pieces, piece, *own)
-        if count < 0:
-            break
-    return count
-
-
-@compiled(i8(i8, i8))
-def shelf_of(local: int, bits: int) -> int:
-    """On which of 2^`bits` shelves of its home a local row is, at place `local` >> `bits` there.
-
-    Every run of 2^`bits` local rows visits every shelf once.
-    """
-    key = np.uint64(local >> bits) * _FIRST
-    key = (key ^ (key >> _SOME)) * _SECOND
-    return (local + np.int64(key >> _TOP)) & ((1 << bits) - 1)
 
 
 @compiled(i8(i8, i8, i8))
@@ -185,113 +57,6 @@ def local_rows(
         for k in range(bases[part], bases[part] + counts[part]):
             local[at] = row_in(part, rows[k], shape)
             at += 1
-
-
-@compiled(types.void(in8, in4, in88, in8, out4, out8))
-def shelve_rows(
-    local: np.ndarray,
-    homes: np.ndarray,
-    shapes: np.ndarray,
-    firsts: np.ndarray,
-    shelves: np.ndarray,
-    counts: np.ndarray,
-) -> None:
-    """The shelf of each of local rows (int64 `[R]`), int32 `[R]`, and how many are on each.
-
-    `homes` int32 `[R]`, or none: all are of home 0. `shapes[h]` int64 `[3]`: home h has 2^b
-    shelves, which are numbers `firsts[h]` and up; 2^i consecutive ones are a part; a shelf has so
-    many places.
-    """
-    for shelf in range(len(counts)):
-        counts[shelf] = 0
-    for i in range(len(local)):
-        home = at(homes[i] if len(homes) else 0)
-        shelf = firsts[home] + shelf_of(local[i], shapes[home, 0])
-        shelves[i] = shelf
-        counts[at(shelf)] += 1
-
-
-@compiled(types.void(in88, out8, out88))
-def order_shelves(counts: np.ndarray, starts: np.ndarray, firsts: np.ndarray) -> None:
-    """Where the rows of each shelf begin, `starts` int64 `[S + 1]`, and of each piece on it,
-    `firsts` int64 `[n, S]`, which has `counts` rows there."""
-    begin = 0
-    for shelf in range(counts.shape[1]):
-        starts[shelf] = begin
-        for piece in range(len(counts)):
-            firsts[piece, shelf] = begin
-            begin += counts[piece, shelf]
-    starts[counts.shape[1]] = begin
-
-
-@compiled(types.void(in8, in4, in88, in8, in4, out8, in4, out4, out4, out4))
-def divide_rows(
-    local: np.ndarray,
-    homes: np.ndarray,
-    shapes: np.ndarray,
-    firsts: np.ndarray,
-    shelves: np.ndarray,
-    starts: np.ndarray,
-    occurs: np.ndarray,
-    divided: np.ndarray,
-    places: np.ndarray,
-    sorted_occurs: np.ndarray,
-) -> None:
-    """Sort local rows by shelf, stably; see `shelve_rows`, which wrote `shelves`.
-
-    `starts` int64: where the first of these rows of each shelf is to be, and then the place after
-    the last. Writes to `divided` int32 the rows, as their parts number them, to `sorted_occurs`
-    what `occurs` int32 has of each, none: 1, and to `places` int32 `[R]` where each is now.
-    """
-    for i in range(len(local)):
-        shelf, home = np.int64(shelves[i]), at(homes[i] if len(homes) else 0)
-        inner = (shelf - firsts[home]) & ((1 << shapes[home, 1]) - 1)
-        place = starts[at(shelf)]
-        starts[at(shelf)], places[i] = place + 1, place
-        divided[at(place)] = inner * shapes[home, 2] + (local[i] >> shapes[home, 0])
-        sorted_occurs[at(place)] = occurs[i] if len(occurs) else 1
-
-
-@compiled(i8(in4, in88, i8, out88, out8, out8))
-def spread_counts(
-    rows: np.ndarray,
-    counts: np.ndarray,
-    parts: int,
-    starts: np.ndarray,
-    bases: np.ndarray,
-    sizes: np.ndarray,
-) -> int:
-    """Where rows that ranks name begin, of `counts[r, s]` (int64 `[W, S]`) of rank r on shelf s.
-
-    Writes int64: `starts` `[W, S + 1]` by rank and shelf; `sizes`, how many are in each of `parts`
-    parts of as many shelves, and `bases`, those before. Returns the highest of `rows` (int32 `[R]`)
-    read without a sign, 0 for none; -1 if the counts are not of R rows.
-    """
-    begin, shelves, highest = 0, counts.shape[1] // parts, np.uint32(0)
-    sizes[:] = 0
-    for rank in range(len(counts)):
-        starts[rank, 0] = begin
-        for shelf in range(counts.shape[1]):
-            begin += counts[rank, shelf]
-            starts[rank, shelf + 1] = begin
-            sizes[shelf // shelves] += counts[rank, shelf]
-    before = 0
-    for part in range(parts):
-        bases[part] = before
-        before += sizes[part]
-    for i in range(len(rows)):
-        highest = max(highest, np.uint32(rows[i]))
-    return np.int64(highest) if begin == len(rows) else -1
-
-
-@compiled(types.void(out4))
-def add_up(counts: np.ndarray) -> None:
-    """Make of counts where each begins, the last the end of all (int32 `[n + 1]`)."""
-    before = 0
-    for i in range(len(counts) - 1):
-        count, counts[i] = counts[i], before
-        before += count
-    counts[len(counts) - 1] = before
 
 
 # -----------------------------------------------------------------------------
@@ -350,37 +115,58 @@ _home = types.NamedTuple(
 )
 
 
+@compiled(types.UniTuple(i8, 2)(_home, i8, in4, in88, out88, out8))
+def spread_counts(
+    home: Home,
+    oldest: int,
+    rows: np.ndarray,
+    counts: np.ndarray,
+    starts: np.ndarray,
+    bases: np.ndarray,
+) -> tuple[int, int]:
+    """Where rows that ranks name begin, of `counts[r, s]` (int64 `[W, S]`) of rank r on shelf s.
+
+    Writes int64: `starts` `[W, S + 1]` by rank and shelf, and `bases` `[K]`, how many are in the
+    parts before each. Returns the highest of `rows` (int32 `[R]`) read without a sign, 0 for none,
+    -1 if the counts are not of R rows; and how many would wait at most, of the part that has most,
+    if all did, beside those of the step `oldest` and later ones, -1: there are none.
+    """
+    begin, before, most, highest = 0, 0, 0, np.uint32(0)
+    shelves, mask = counts.shape[1] // len(bases), len(home.origins) - 1
+    for rank in range(len(counts)):
+        starts[rank, 0] = begin
+        for shelf in range(counts.shape[1]):
+            begin += counts[rank, shelf]
+            starts[rank, shelf + 1] = begin
+    for part in range(len(bases)):
+        bases[part], waiting = before, 0
+        for rank in range(len(counts)):
+            before += starts[rank, (part + 1) * shelves] - starts[rank, part * shelves]
+        if oldest >= 0:
+            waiting = home.heads[part] - home.begins[part, oldest & mask]
+        most = max(most, waiting + before - bases[part])
+    for i in range(len(rows)):
+        highest = max(highest, np.uint32(rows[i]))
+    return np.int64(highest) if begin == len(rows) else -1, most
+
+
+@compiled(types.UniTuple(i8, 2)(in8, in8, out8))
+def sum_up(counts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> tuple[int, int]:
+    """How many distinct rows all parts have together, of `counts` each, and how many parts have
+    more than their `sizes`; to `firsts` those of the parts before each. int64 `[K]` all three."""
+    before, over = 0, 0
+    for part in range(len(counts)):
+        firsts[part] = before
+        before += counts[part]
+        over += counts[part] > sizes[part]
+    return before, over
+
+
 _EARLY = 24
 """Rows ahead of the one that is looked at whose entries in `index` are on their way."""
 
 _SPARSE, _LINE = 16, 4
 """See `read_all`; rows of a table that are brought at once."""
-
-
-def fetch_early(table: np.ndarray, row: int) -> None:
-    """Bring the row of a table, or of an index, to the core's cache; changes nothing."""
-
-
-@extending.intrinsic
-def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
-    """LLVM's instruction for that."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        own = context.make_array(table)(context, builder, arguments[0])
-        place = [arguments[1]] + [context.get_constant(types.intp, 0)] * (table.ndim - 1)
-        at = cgutils.get_item_pointer(context, builder, table, own, place, wraparound=False)
-        kind, number = ir.VoidType(), ir.IntType(32)
-        of = ir.FunctionType(kind, [at.type, number, number, number])
-        call = builder.module.declare_intrinsic("llvm.prefetch", (at.type,), of)
-        builder.call(call, [at, number(1), number(3), number(1)])  # to write, soon, data
-        return context.get_dummy_value()
-
-    return types.void(table, types.intp), generate
-
-
-@extending.overload(fetch_early, inline="always")
-def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
-    return lambda table, row: _prefetch(table, np.int64(row))
 
 
 @compiled(types.void(out44, i8))
@@ -685,12 +471,13 @@ class Due(NamedTuple):
     `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are
     numbered in their part.
 
-    Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
-    have, `counted` (uint8 both). And of consecutive parts that one call decides, from `dense` of
-    the first on: `fetch`, which of the home's rows to fetch, and `fetched`, their local rows;
-    `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]` each. `done` int64
-    `[K, 5]`: how many are fetched, how many leave, the latest last use of a slot that is filled,
-    -2 where slots are too few, and from where on `fetch` and `evict_slots` have those.
+    Of the home's rows in canonical order: `slots`, the `levels` that they had, those that they
+    have, `counted`, and which are `missing` (uint8 all three). And of consecutive parts that one
+    call decides, from `dense` of the first on: `fetch`, which of the home's rows to fetch, `taken`,
+    the slots that these fill, and `fetched`, their local rows; `evict_slots`, and `evicted`, the
+    local rows that leave these. int32 `[U]` each, local rows int64. `done` int64 `[K, 5]`: how many
+    are fetched, how many leave, the latest last use of a slot that is filled, -2 where slots are
+    too few, and from where on `fetch` and `evict_slots` have those.
     """
 
     step: int
@@ -715,9 +502,11 @@ class Due(NamedTuple):
     slots: np.ndarray
     levels: np.ndarray
     counted: np.ndarray
+    missing: np.ndarray
     fetch: np.ndarray
-    fetched: np.ndarray
+    taken: np.ndarray
     evict_slots: np.ndarray
+    fetched: np.ndarray
     evicted: np.ndarray
     done: np.ndarray
 
@@ -726,7 +515,7 @@ _due = types.NamedTuple(
     [
         *(i8, i8, i8, i8, i8, out4, out8, out8, out1, out44),
         *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
-        *(out4, out1, out1, out4, out4, out4, out4, out88),
+        *(out4, out1, out1, out1, out4, out4, out4, out8, out8, out88),
     ],
     Due,
 )
@@ -741,7 +530,8 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
     start, size, base = due.dense[part], due.counts[part], due.bases[part]
     distinct, previous = due.distinct[base : base + size], due.previous[base : base + size]
     slots, levels = due.slots[start : start + size], due.levels[start : start + size]
-    names, counted, count = due.names, due.counted[start : start + size], first
+    counted, missing = due.counted[start : start + size], due.missing[start : start + size]
+    names, count = due.names, first
     for k in range(len(distinct)):
         if k + _EARLY < len(distinct):
             fetch_early(index, distinct[k + _EARLY])
@@ -754,7 +544,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
             level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
             index[at(row), HELD] = slot * LEVELS + level
-        counted[k] = level
+        counted[k], missing[k] = level, slot < 0
         if slot < 0:
             due.fetch[at(count)] = start + k
             count += 1
@@ -780,17 +570,19 @@ def raise_keys(home: Home, part: int, base: int) -> None:
 
 @compiled(i8(_home, i8, _due, i8, i8, i8))
 def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) -> int:
-    """Give the slots in `due.fetched`, from `first` on, to the rows that are fetched; how many rows
-    leave them, which go to `due.evicted` from `gone` on."""
+    """Give the slots of the part in `due.taken`, from `first` on, which then has those of the
+    device, to the rows that are fetched; how many rows leave them, which go to `due.evicted` from
+    `gone` on."""
     index, row_of, leaving = home.index[part], home.row_of[part], gone
     shift, own = due.bases[part] - due.dense[part], due.own_slots[part]
-    fetch, fetched = due.fetch[first : first + misses], due.fetched[first : first + misses]
+    fetch, taken = due.fetch[first : first + misses], due.taken[first : first + misses]
+    fetched = due.fetched[first : first + misses]
     for i in range(len(fetch)):
         if i + 2 * _EARLY < len(fetch):
-            fetch_early(row_of, fetched[i + 2 * _EARLY])
+            fetch_early(row_of, taken[i + 2 * _EARLY])
         if i + _EARLY < len(fetch):
-            fetch_early(index, max(row_of[at(fetched[i + _EARLY])], 0))
-        slot, k = np.int64(fetched[i]), np.int64(fetch[i])
+            fetch_early(index, max(row_of[at(taken[i + _EARLY])], 0))
+        slot, k = np.int64(taken[i]), np.int64(fetch[i])
         row, old = np.int64(due.distinct[at(shift + k)]), np.int64(row_of[at(slot)])
         if old >= 0:
             index[at(old), HELD] = -LEVELS + (index[at(old), HELD] & (LEVELS - 1))
@@ -799,7 +591,7 @@ def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) ->
             leaving += 1
         index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
         row_of[at(slot)], due.slots[at(k)] = row, slot
-        fetched[i] = row_in(part, row, due.shape)
+        fetched[i], taken[i] = row_in(part, row, due.shape), slot + own
     return leaving - gone
 
 
@@ -812,7 +604,7 @@ def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
     node = home.row_of.shape[1] + STEPS + (step & (len(home.origins) - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
-    latest = take(home, part, *when, highest, due.fetched, came, came + misses)
+    latest = take(home, part, *when, highest, due.taken, came, came + misses)
     due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
     due.done[part, 3], due.done[part, 4] = came, gone
     if latest < -1:
@@ -872,107 +664,29 @@ def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
         came, gone = came + due.done[part, 0], gone + due.done[part, 1]
 
 
-@compiled(types.UniTuple(i8, 3)(_due, out8, out8))
-def gather(due: Due, fetched: np.ndarray, evicted: np.ndarray) -> tuple[int, int, int]:
-    """What all parts fetch and evict without gaps: `due.fetch` and `due.evict_slots` in their
-    places, `due.fetched` and `due.evicted` in these int64. How many these are, and the latest last
-    use of a slot that is filled, -2 where some part has too few."""
-    came, gone, latest = 0, 0, -1
-    for part in range(len(due.done)):
-        misses, leaving, used = due.done[part, 0], due.done[part, 1], due.done[part, 2]
-        first, out = due.done[part, 3], due.done[part, 4]
-        if used < -1:
-            return 0, 0, -2
-        latest = max(latest, used)
-        for i in range(misses):
-            due.fetch[came + i], fetched[came + i] = due.fetch[first + i], due.fetched[first + i]
-        for i in range(leaving):
-            due.evict_slots[gone + i] = due.evict_slots[out + i]
-            evicted[gone + i] = due.evicted[out + i]
+@compiled(types.UniTuple(i8, 4)(out88, in8, out4, out4, out8, out4, out8))
+def gather(
+    done: np.ndarray,
+    keys: np.ndarray,
+    fetch: np.ndarray,
+    taken: np.ndarray,
+    fetched: np.ndarray,
+    evict_slots: np.ndarray,
+    evicted: np.ndarray,
+) -> tuple[int, int, int, int]:
+    """What all parts fetch and evict without gaps, in their places (see `Due`, and `Home` for
+    `keys`). How many these are, the latest last use of a slot that is filled, -2 where some part
+    has too few, and the lowest key."""
+    came, gone, latest, lowest = 0, 0, -1, keys[0]
+    for part in range(len(done)):
+        misses, leaving, first, out = done[part, 0], done[part, 1], done[part, 3], done[part, 4]
+        latest, lowest = max(latest, done[part, 2]), min(lowest, keys[part])
+        if done[part, 2] < -1:
+            return 0, 0, -2, lowest
+        for i in range(misses if first > came else 0):
+            fetch[came + i], taken[came + i] = fetch[first + i], taken[first + i]
+            fetched[came + i] = fetched[first + i]
+        for i in range(leaving if out > gone else 0):
+            evict_slots[gone + i], evicted[gone + i] = evict_slots[out + i], evicted[out + i]
         came, gone = came + misses, gone + leaving
-    return came, gone, latest
-
-
-# -----------------------------------------------------------------------------
-# What occurs where, and what is among what.
-
-
-@compiled(i8(in88, i8, i8, in4, in4, in4, in4, in1, out44, out4, out4))
-def order_ids(
-    pieces: np.ndarray,
-    first: int,
-    last: int,
-    labels: np.ndarray,
-    places: np.ndarray,
-    canonical: np.ndarray,
-    segments: np.ndarray,
-    missing: np.ndarray,
-    about: np.ndarray,
-    positions: np.ndarray,
-    order: np.ndarray,
-) -> int:
-    """Canonical indices of the ids, and the ids sorted by the rows that were asked for, stably.
-
-    Of the pieces from `first` to `last` - 1 (see `name_rows`), `labels` int32 `[n]`: the distinct
-    row of each id, which is the one at `places[label]` that was asked for, whose ids begin at
-    `segments`, and whose index is `canonical` there; `missing` uint8, by that: whether it is not
-    cached. `about` int32 `[R, 2]`: scratch, as long as `places`. Writes int32 `[n]`: `positions`,
-    and the places of these ids in `order`. Returns how many ids are of rows that are missing.
-    """
-    missed = 0
-    for label in range(len(places)):
-        place = at(places[label])
-        row, begin = canonical[place], segments[place]
-        about[label, 0], about[label, 1] = row, begin
-        missed += (segments[place + at(1)] - begin) * missing[at(row)]
-    for piece in range(first, last):
-        start, stop = pieces[0, piece], pieces[1, piece]
-        named, found = labels[start:stop], positions[start:stop]
-        for i in range(len(named)):
-            label = at(named[i])
-            found[i], place = about[label, 0], about[label, 1]
-            about[label, 1] = place + 1
-            order[at(place)] = start + i
-    return missed
-
-
-@compiled(types.void(in4, in4, out1, out4))
-def mark(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
-    """The `slots` (int32) of the rows `fetch` (int32 `[m]`), to `fetched` (int32 `[m]`), and a one
-    in `missing` (uint8) for each."""
-    for i in range(len(fetch)):
-        missing[at(fetch[i])], fetched[i] = 1, slots[at(fetch[i])]
-
-
-@compiled(types.void(in8, in8, in4, i8, out4))
-def find_sorted(
-    rows: np.ndarray, known: np.ndarray, starts: np.ndarray, shift: int, found: np.ndarray
-) -> None:
-    """Where each of `rows` (int64 `[n]`) is in `known` (int64, ascending), to `found` (int32
-    `[n]`), -1 where it is not.
-
-    `starts` int32 `[B + 1]`: how many of `known` are below b << `shift`, for b = 0 to B.
-    """
-    for i in range(len(rows)):
-        row, place = rows[i], -1
-        bucket = row >> shift
-        if bucket >= 0 and bucket < len(starts) - 1:
-            low, high = np.int64(starts[bucket]), np.int64(starts[bucket + 1])
-            while low < high:
-                middle = (low + high) >> 1
-                if known[middle] < row:
-                    low = middle + 1
-                else:
-                    high = middle
-            if low < starts[bucket + 1] and known[low] == row:
-                place = low
-        found[i] = place
-
-
-@compiled(types.boolean(in4), types.boolean(in8))
-def counts_up(values: np.ndarray) -> bool:
-    """Whether they are 0, 1, 2 and so on."""
-    wrong = 0
-    for i in range(len(values)):
-        wrong |= values[i] ^ i  # without a way out, so that it takes several at once
-    return wrong == 0
+    return came, gone, latest, lowest

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
-from typing import Any
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
 
 from distcache.comm.world import Nodes
-from distcache.errors import PlanError
 from distcache.layout import RowLayout
-from distcache.planner import loops
-from distcache.planner.home import ALONE, HomeDecision, Parts, Shelved, Shelves, Threads
+from distcache.planner.home import HomeDecision
 from distcache.planner.victims import grouped
-from distcache.step_plan import Relay, ShardPlan, StepPlan, Transfer
+from distcache.step_plan import Relay, ShardPlan, Transfer
 
 # -----------------------------------------------------------------------------
 # Sharded rows that several ranks of another node named: between nodes once, then on inside it.
@@ -175,7 +171,7 @@ class HotRows:
     """
 
     def __init__(self, layout: RowLayout, rows: np.ndarray) -> None:
-        self.rows = np.ascontiguousarray(rows, dtype=np.int64)
+        self.rows = np.array(rows, dtype=np.int64)
         last = int(rows[-1]) if len(rows) else 0
         self._shift = max(0, last.bit_length() - len(rows).bit_length() - 2)
         edges = np.arange((last >> self._shift) + 2) << self._shift
@@ -186,10 +182,13 @@ class HotRows:
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """The place of each of `rows` int64 `[n]` among these, -1 where it is none; int32."""
-        rows = np.ascontiguousarray(rows, dtype=np.int64)
-        found = np.empty(len(rows), np.int32)
-        loops.find_sorted(rows, self.rows, self._starts, self._shift, found)
-        return found
+        place = np.searchsorted(self.rows, rows)
+        return np.where(np.append(self.rows, -1)[place] == rows, place, -1).astype(np.int32)
+
+    @property
+    def known(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Those fields of `request_loops.Homes`."""
+        return self.rows, self.local, self._starts, self._shift
 
 
 class HotLayout:
@@ -264,7 +263,7 @@ def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
     """The decision about replicated rows where a group has none; `label`: step and kind."""
     none = np.empty(0, np.int32)
-    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1)
+    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1, none, none.view(np.uint8))
 
 
 # -----------------------------------------------------------------------------
@@ -311,7 +310,7 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
         source_counts=tuple(len(reply) for reply in own.replies),
         early=early if parts.early else None,
         late=late,
-        fetch_slots=as_tensor(own.slots[own.fetch]),
+        fetch_slots=as_tensor(own.fetch_slots),
         fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
         evict_rows=as_tensor(own.evict_rows, np.int64),
@@ -404,257 +403,3 @@ class Arrivals:
 def as_tensor(values: np.ndarray, dtype: type = np.int32) -> torch.Tensor:
     """Contiguous, without a copy where it is that already."""
     return torch.from_numpy(np.ascontiguousarray(values, dtype))
-
-
-_NONE = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The distinct rows of one region that a rank names in a step.
-
-    `rows`: for each home, int32, as its parts number them, by shelf; `counts` int64 `[W, shelves]`:
-    how many are on each.
-    """
-
-    rows: tuple[np.ndarray, ...]
-    counts: np.ndarray
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """The R distinct rows that one rank names in a step, by home, then shelf, then first
-    occurrence; those that are `replicated` before those that are `sharded`.
-
-    The ids are in `pieces` (see `loops.name_rows`), and these in `spans` that share no row: from
-    which piece on, up to which, and the ranks of its rows, from which on, up to which. `labels`
-    int32 `[n]`: the rank of each id's row in its span by first occurrence; `places` int32 `[R]`:
-    where the row of each rank is among those asked for; `segments` int32 `[R + 1]`: where the ids
-    of each that is asked for begin, sorted by these.
-    """
-
-    replicated: Asked
-    sharded: Asked
-    pieces: np.ndarray
-    spans: list[tuple[int, int, int, int]]
-    labels: np.ndarray
-    places: np.ndarray
-    segments: np.ndarray
-
-
-_MOST_BITS = 63
-"""Bits of what a hash table says of a row: its number, and its label."""
-
-
-def one_piece(count: int) -> np.ndarray:
-    """The pieces of `count` ids that are rows themselves; see `loops.name_rows`."""
-    rows = 1 << _MOST_BITS - (2 * max(count, 1)).bit_length()
-    return np.array([[0], [count], [0], [rows], [count]])
-
-
-Spans = list[tuple[int, int, int, int]]
-
-
-def distinct_rows(
-    ids: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
-) -> tuple[np.ndarray, Spans, np.ndarray, np.ndarray]:
-    """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of ids int64
-    `[n]`; see `RowRequest`.
-
-    By first occurrence within each table. `pieces`: see `loops.name_rows`; None: the ids are rows.
-    Raises PlanError for an id that its table has not.
-    """
-    pieces = one_piece(len(ids)) if pieces is None else pieces
-    spans, labels, occurs, rows = _in_spans(ids, pieces, threads, lambda distinct: distinct)
-    return _concatenated(rows, np.int64), spans, labels, _concatenated(occurs, np.int32)
-
-
-def _concatenated(arrays: Sequence[np.ndarray], dtype: type = np.int32) -> np.ndarray:
-    """Without a copy where it is one."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
-
-
-def _in_spans(
-    ids: np.ndarray, pieces: np.ndarray, threads: Threads, follow: Callable[[np.ndarray], Any]
-) -> tuple[Spans, np.ndarray, list[np.ndarray], list[Any]]:
-    """Spans and labels of `distinct_rows`; and for each span the occurrences, and what `follow`
-    gives for its distinct rows, in the thread that found them."""
-    ids = np.ascontiguousarray(ids, dtype=np.int64)
-    rooms = pieces[4].tolist()  # of few pieces
-    heads = [piece for piece, room in enumerate(rooms) if room]
-    ends, size = [*heads[1:], len(rooms)], 1 << (2 * max(rooms, default=1) - 1).bit_length()
-    starts = list(accumulate((rooms[piece] for piece in heads), initial=0))
-    distinct, labels, occurs = (np.empty(len(ids), of) for of in (np.int64, np.int32, np.int32))
-
-    def name(first: int, last: int) -> tuple[int, int, np.ndarray, Any]:
-        own, scratch = slice(starts[first], starts[last]), _scratch(size)
-        among = heads[first], ends[last - 1]
-        count = loops.name_rows(ids, pieces, *among, *scratch, distinct[own], labels, occurs[own])
-        if count < 0:
-            at = -1 - count
-            raise PlanError(f"id {at} is {ids[at]}: ids must lie within their tables")
-        kept = slice(own.start, own.start + count)
-        return *among, occurs[kept], follow(distinct[kept])
-
-    found = threads.each(name, threads.ranges(len(heads)))
-    stops = list(accumulate((len(of) for _, _, of, _ in found), initial=0))
-    spans = [(*of[:2], *stops[at : at + 2]) for at, of in enumerate(found)]
-    return spans, labels, [of[2] for of in found], [of[3] for of in found]
-
-
-_SCRATCH = threading.local()
-
-
-def _scratch(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of this thread, for `loops.name_rows`."""
-    found = getattr(_SCRATCH, "arrays", None)
-    if found is None or len(found[0]) < size:
-        found = _SCRATCH.arrays = np.empty(size, np.int32), np.empty(size, np.int64)
-    return found
-
-
-_shelves = lru_cache(maxsize=64)(Shelves)
-"""As steps ask for the same ones."""
-
-
-def make_request(
-    layout: RowLayout,
-    ids: np.ndarray,
-    hot: HotRows | None = None,
-    parts: Sequence[Parts | None] = (None, None),
-    pieces: np.ndarray | None = None,
-    threads: Threads = ALONE,
-) -> RowRequest:
-    """The request for the ids (int64 `[n]`) of one rank's local batch.
-
-    `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
-    homes, for replicated and for sharded rows; None: one; `pieces`: see `distinct_rows`.
-    """
-    world, pieces = layout.world_size, one_piece(len(ids)) if pieces is None else pieces
-    both = [of or Parts(0, layout.most_rows) for of in parts]
-    shelves = _shelves(tuple([of for of in both for _ in range(world)]))
-
-    def shelve(distinct: np.ndarray) -> Shelved:
-        local, homes = layout.local(distinct), _NONE
-        if world > 1 or hot is not None:
-            homes = layout.home(distinct).astype(np.int32)
-        if hot is not None:
-            place = hot.find(distinct)
-            homes += world * (place < 0)
-            local = np.where(place < 0, local, hot.local[place])
-        return shelves.shelve(local, homes)
-
-    spans, labels, occurs, found = _in_spans(ids, pieces, threads, shelve)
-    found, occurs = found or [shelve(ids[:0])], occurs or [_NONE]
-    divided, starts, places, segments = shelves.divide(found, occurs, threads)
-    asked, first, counts = [], 0, np.diff(starts)
-    for of in both:
-        own = counts[first : first + (world << of.shelves)].reshape(world, -1)
-        ends = starts[first : first + (world << of.shelves) + 1 : 1 << of.shelves].tolist()
-        asked.append(Asked(tuple([divided[a:b] for a, b in pairwise(ends)]), own))
-        first += world << of.shelves
-    return RowRequest(*asked, pieces, spans, labels, places, segments)
-
-
-@dataclass(frozen=True)
-class HomePart:
-    """What one home tells one rank about a step: slots of its rows, which of them are fetched
-    (indices, ascending), and the canonical index of every row that the rank asked it for.
-
-    Of sharded rows: neither slots nor `fetch`, and as `reply` that of `replies_to_all`; `masks`:
-    those of `masks_for_all`, None where there are none.
-    """
-
-    slots: np.ndarray
-    fetch: np.ndarray
-    reply: np.ndarray
-    masks: np.ndarray | None = None
-
-
-def assemble(
-    request: RowRequest,
-    parts: Sequence[HomePart],
-    own: HomeDecision,
-    move_after: int,
-    sharded: ShardParts | None = None,
-    threads: Threads = ALONE,
-) -> StepPlan:
-    """This rank's plan from its request, every home's part in rank order, and its own decision.
-
-    `sharded`: what the homes said of the sharded rows, if the group has any.
-    """
-    slots, fetches, replies = zip(*((p.slots, p.fetch, p.reply) for p in parts), strict=True)
-    home_counts = tuple(map(len, slots))
-    base = list(accumulate(home_counts, initial=0))
-    total = base[-1]
-    asked, shard, leaf_rows = _joined(replies, base), None, total
-    if sharded is not None:
-        shard = shard_plan(sharded, request.sharded.rows, move_after)
-        leaf_rows = total + shard.rows
-        asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-    joined = _concatenated(slots), _joined(fetches, base)
-    slots, fetch = (np.ascontiguousarray(of, np.int32) for of in joined)
-    missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
-    loops.mark(slots, fetch, missing, fetched)
-    if sharded is not None:
-        missing[total:] = (sharded.joined & FETCHED) != 0
-    positions, order, missed = occurrences(request, asked, missing, threads)
-    return StepPlan(
-        step=own.step,
-        kind=own.kind,
-        positions=torch.from_numpy(positions),
-        order=torch.from_numpy(order),
-        touched=as_tensor(asked),
-        segments=torch.from_numpy(request.segments),
-        touched_counts=tuple(map(len, replies)),
-        slots=as_tensor(slots),
-        home_counts=home_counts,
-        source_rows=as_tensor(_concatenated(own.replies)),
-        source_counts=tuple(map(len, own.replies)),
-        fetch=as_tensor(fetch),
-        fetch_slots=torch.from_numpy(fetched),
-        fetch_counts=tuple(map(len, fetches)),
-        fetch_rows=as_tensor(own.fetch_rows, np.int64),
-        evict_slots=as_tensor(own.evict_slots),
-        evict_rows=as_tensor(own.evict_rows, np.int64),
-        move_after=move_after,
-        lookup_hits=len(positions) - missed,
-        shard=shard,
-    )
-
-
-def occurrences(
-    request: RowRequest, canonical: np.ndarray, missing: np.ndarray, threads: Threads = ALONE
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """`positions` and `order` of a `StepPlan`, int32, and how many ids are `missing`.
-
-    `canonical` int32 `[R]`: the canonical index of each row that was asked for; `missing` uint8, by
-    that: whether it is not cached.
-    """
-    count, rows = len(request.labels), len(request.places)
-    positions, order = np.empty(count, np.int32), np.empty(count, np.int32)
-    about, canonical = np.empty((rows, 2), np.int32), np.ascontiguousarray(canonical, np.int32)
-
-    def order_span(first: int, last: int, start: int, stop: int) -> int:
-        named = request.labels, request.places[start:stop], canonical, request.segments, missing
-        out = about[start:stop], positions, order
-        return loops.order_ids(request.pieces, first, last, *named, *out)
-
-    return positions, order, sum(threads.each(order_span, request.spans))
-
-
-def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before: int) -> int:
-    """The step after whose `apply` the movement of `step` may start (DESIGN: holds).
-
-    `latest_uses`: latest last use among each home's victims; `before`: the value of the step
-    before, since movement stays in order.
-    """
-    return max(step - prefetch - 1, before, -1, *latest_uses)
-
-
-def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
-    """The indices (int32) that each home counts from 0, counted from its `base`."""
-    if len(parts) == 1:
-        return parts[0]
-    pairs = zip(parts, base, strict=False)
-    return np.concatenate([part + np.int32(start) for part, start in pairs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,11 @@ class Ranking:
 
     def __init__(self, levels: int = 1) -> None:
         self.ranks = np.arange(levels, dtype=np.int32)
+
+    @cached_property
+    def top(self) -> int:
+        """The highest of `ranks`."""
+        return int(self.ranks[-1])
 
     def learn(self, rows: int, step: int) -> tuple:
         """`step`, the next to be planned, uses so many distinct rows. Returns what `forget` wants;

@@ -26,7 +26,6 @@ from distcache.comm.rendezvous import Place
 from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.planner import loops
 
 RECORDS = [
     {"kind": "number", "name": "a", "value": 1.26, "parts": {"x": 1.0}},
@@ -291,11 +290,11 @@ PLANNER = ["size=small", "batch=96", "steps=3", "repetitions=2", "share=0.01"]
 
 def test_planner(tmp_path) -> None:
     out = tmp_path / "planner.md"
-    plain = [getattr(loops, name) for name in LOOPS]
+    plain = [getattr(*loop) for loop in LOOPS]
     before = torch.get_num_threads(), os.sched_getaffinity(0)
     assert planner.main([*PLANNER, f"out={out}"]) == 0
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
-    assert [getattr(loops, name) for name in LOOPS] == plain
+    assert [getattr(*loop) for loop in LOOPS] == plain
     head, records = read_report(out, planner.BENCH)
     assert head["settings"]["batch"] == 96
     found = {rate["mode"]: rate for rate in planner.rates(records)}
@@ -364,4 +363,4 @@ def test_two_ranks_plan_every_placement(tmp_path) -> None:
     sent = [sum(found[kind]["sent_per_step"].values()) for kind in ("sharded", "mixed")]
     assert 0 < sent[0] < sent[1] < sum(found["replicated"]["sent_per_step"].values())
     inside = {record["mode"]: set(record["ms"]) for record in of(records, "loops")}
-    assert "find_sorted" in inside["plan, mixed"] and "name_rows" in inside["plan, replicated"]
+    assert "name_span" in inside["plan, mixed"] and "order_ids" in inside["plan, replicated"]

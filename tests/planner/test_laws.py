@@ -18,8 +18,9 @@ from simulator import PlannerSettings
 
 from distcache.errors import PlanError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.home import HomePlanner, Parts, Threads
-from distcache.planner.shard import HomePart, assemble, make_request, next_move_after
+from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.rank import HomePart, RankPlanner, next_move_after
+from distcache.planner.threads import Threads
 from distcache.planner.victims import POLICIES, Policy
 from distcache.step_plan import StepPlan, check_plan_fully
 
@@ -87,13 +88,14 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
     def plans(count: int, decide: bool) -> Iterator[StepPlan]:
         threads, parts = Threads(count), Parts(400, layout.local_rows, shelves, bits)
         homes = [HomePlanner(layout, home, 400, 1, parts=parts) for home in range(world)]
+        ranks = [RankPlanner(layout, None, (parts, None), threads) for _ in range(world)]
         after, waiting = -1, deque()
         for home in homes:
             home.threads = threads
         for step, by_rank in enumerate(ids):
             asked = [
-                make_request(layout, np.concatenate(own), None, (parts, None), pieces, threads)
-                for own in by_rank
+                rank.request(np.concatenate(own), pieces)
+                for rank, own in zip(ranks, by_rank, strict=True)
             ]
             waiting.append(asked)
             for home in homes:
@@ -107,7 +109,7 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
             after = next_move_after(step - ahead, 1, [of.latest_use for of in decided], after)
             for rank, request in enumerate(waiting.popleft()):
                 told = [HomePart(of.slots, of.fetch, of.replies[rank]) for of in decided]
-                yield assemble(request, told, decided[rank], after, None, threads)
+                yield ranks[rank].assemble(request, told, decided[rank], after)
         threads.close()
 
     for one, *others in zip(

@@ -17,9 +17,11 @@ from plan_streams import BODIES, NAMES, make_layout, shelvings, using
 from policy_reference import counted
 
 from distcache.errors import PlanError, StepTooLargeError
-from distcache.planner import loops
-from distcache.planner.home import HomePlanner, Parts, Threads
-from distcache.planner.shard import HotRows, distinct_rows, make_request, occurrences
+from distcache.planner import loops, request_loops
+from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.rank import RankPlanner, distinct_rows
+from distcache.planner.shard import HotRows
+from distcache.planner.threads import Threads
 from distcache.planner.victims import ByCount
 
 
@@ -108,7 +110,7 @@ def test_a_home_names_rows_by_shelf_then_by_first_occurrence_over_the_ranks(
         home.ingest(step, "train", [own for own, _, _ in asked], counts)
         decision = home.plan()
         found = list(dict.fromkeys(np.concatenate(by_rank).tolist()))
-        found.sort(key=lambda row: loops.shelf_of(row, shape[0]))
+        found.sort(key=lambda row: request_loops.shelf_of(row, shape[0]))
         assert decision.previous.tolist() == [last[row] for row in found]
         assert decision.fetch_rows.tolist() == [row for row in found if last[row] < 0]
         for own, reply, (_, _, places) in zip(by_rank, decision.replies, asked, strict=True):
@@ -139,7 +141,7 @@ def test_a_row_that_a_home_does_not_have_is_told() -> None:
 @pytest.mark.parametrize("rows", [1, 15, 16, 1000])
 def test_rows_fall_evenly_into_parts_and_out_again(shelves: int, bits: int, rows: int) -> None:
     parts, local = Parts(77, rows, shelves, bits), np.arange(rows)
-    shelf = np.array(by_all(lambda: [loops.shelf_of(row, shelves) for row in range(rows)]))
+    shelf = np.array(by_all(lambda: [request_loops.shelf_of(row, shelves) for row in range(rows)]))
     whole = shelf[: rows >> shelves << shelves].reshape(-1, 1 << shelves)
     assert (np.sort(whole, axis=1) == np.arange(1 << shelves)).all(), "runs visit each once"
     _, starts, places = by_all(parts.divide, local)
@@ -202,7 +204,9 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
     known = first + stride * np.array(sorted(hot), np.int64)
     rows = np.concatenate([first + stride * np.array(values, np.int64), np.array(values, np.int64)])
     rows = np.concatenate([rows, known, known + 1, [0, first + 91 * stride, 2**62]])
-    found = by_all(lambda asked: HotRows(make_layout(1, 1), known).find(asked), rows)
+    own = HotRows(make_layout(1, 1), known)
+    found, (known, _, *where) = own.find(rows), own.known
+    assert by_all(lambda: [request_loops.find_row(row, known, *where) for row in rows]) == [*found]
     place = {row: index for index, row in enumerate(known.tolist())}
     assert found.dtype == np.int32
     assert found.tolist() == [place.get(row, -1) for row in rows.tolist()]
@@ -231,6 +235,7 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
     """The most that planning one batch of `count` ids adds to a warm planner, bytes."""
     layout = make_layout(rows, world)
     home = HomePlanner(layout, 0, count, 1)
+    rank = RankPlanner(layout, None, (home.parts, None))
     assert home.index_bytes == 8 * layout.local_rows
     rng = np.random.default_rng(0)
     tracemalloc.start()
@@ -239,13 +244,13 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
             ids = rng.integers(0, rows, count)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            request = make_request(layout, ids, None, (home.parts, None))
+            request = rank.request(ids)
             asked, counts = request.replicated.rows[0], request.replicated.counts[:1]
             others = np.concatenate([counts] + [0 * counts] * (world - 1))
             home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1), others)
             home.plan()
             missing = np.zeros(len(request.places), np.uint8)
-            occurrences(request, request.places, missing)
+            rank.occurrences(request, request.places, missing)
             peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
@@ -299,4 +304,4 @@ def test_the_package_alone_brings_no_numba() -> None:
 )
 def test_machine_code_is_kept_where_numba_is_told_if_it_can_be(broken: str, tmp_path) -> None:
     kept = kept_by(f"from numba.core import caching\n{broken}\n", NUMBA_CACHE_DIR=str(tmp_path))
-    assert set(kept) == (set() if broken else {f"loops.{name}" for name in NAMES})
+    assert set(kept) == (set() if broken else set(NAMES))

@@ -1,0 +1,272 @@
+"""What one rank asks the homes for, and its plan of what they decide. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from distcache.errors import PlanError
+from distcache.layout import RowLayout
+from distcache.planner import request_loops as loops
+from distcache.planner.home import HomeDecision, Parts, homes_of, make_room
+from distcache.planner.shard import FETCHED, HotRows, ShardParts, as_tensor, shard_plan
+from distcache.planner.threads import ALONE, Threads
+from distcache.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The distinct rows of one region that a rank names in a step.
+
+    `rows`: for each home, int32, as its parts number them, by shelf; `counts` int64 `[W, shelves]`:
+    how many are on each.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    counts: np.ndarray
+
+
+Spans = list[tuple[int, int, int, int]]
+"""Spans of pieces that share no row: from which piece on, up to which, and the ranks of its rows,
+from which on, up to which."""
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """The R distinct rows that one rank names in a step, by home, then shelf, then first
+    occurrence; those that are `replicated` before those that are `sharded`, if a group has any.
+
+    The ids are in `pieces` (see `request_loops.name_rows`), and these in `spans`. `labels` int32
+    `[n]`: the rank of each id's row in its span by first occurrence; `places` int32 `[R]`: where
+    the row of each rank is among those asked for; `segments` int32 `[R + 1]`: where the ids of each
+    that is asked for begin, sorted by these.
+    """
+
+    replicated: Asked
+    sharded: Asked | None
+    pieces: np.ndarray
+    spans: Spans
+    labels: np.ndarray
+    places: np.ndarray
+    segments: np.ndarray
+
+
+@dataclass(frozen=True)
+class HomePart:
+    """What one home tells one rank about a step: slots of its rows, which of them are fetched
+    (indices, ascending), and the canonical index of every row that the rank asked it for.
+
+    Of sharded rows: neither slots nor `fetch`, and as `reply` that of `replies_to_all`; `masks`:
+    those of `masks_for_all`, None where there are none.
+    """
+
+    slots: np.ndarray
+    fetch: np.ndarray
+    reply: np.ndarray
+    masks: np.ndarray | None = None
+
+
+_MOST_BITS = 63
+"""Bits of what a hash table says of a row: its number, and its label."""
+
+
+def one_piece(count: int) -> np.ndarray:
+    """The pieces of `count` ids that are rows themselves; see `request_loops.name_rows`."""
+    rows = 1 << _MOST_BITS - (2 * max(count, 1)).bit_length()
+    return np.array([[0], [count], [0], [rows], [count]])
+
+
+class Naming:
+    """Finds the distinct rows of ids, and where these are at home: whole tables in each thread.
+
+    Its scratch is kept from one call to the next.
+    """
+
+    def __init__(self, homes: loops.Homes, shelves: int = 0, threads: Threads = ALONE) -> None:
+        """`shelves`: of all homes together."""
+        self._homes, self._shelves, self.threads = homes, shelves, threads
+        self.room = make_room(0, 2, threads.count, shelves)
+
+    def name(self, ids: np.ndarray, pieces: np.ndarray, labels: np.ndarray) -> Spans:
+        """Find them in the thread's pieces; the spans. Raises PlanError for an id that its table
+        has not."""
+        spans, most = loops.cut_pieces(pieces, self.room.spans)
+        size = 1 << (2 * max(int(most), 1) - 1).bit_length()
+        if len(ids) > len(self.room.rows) or size > self.room.direct.shape[1]:
+            self.room = make_room(len(ids), size, self.threads.count, self._shelves)
+            loops.cut_pieces(pieces, self.room.spans)
+        room, found, begin = self.room, [], 0
+        of = [(ids, pieces, span, self._homes, room, labels) for span in range(spans)]
+        counts = self.threads.each(loops.name_span, of)
+        for (first, last, *_), count in zip(room.spans.tolist(), counts, strict=False):
+            if count < 0:
+                at = -1 - count
+                raise PlanError(f"id {at} is {ids[at]}: ids must lie within their tables")
+            found.append((first, last, begin, begin + count))
+            begin += count
+        return found
+
+
+def distinct_rows(
+    ids: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
+) -> tuple[np.ndarray, Spans, np.ndarray, np.ndarray]:
+    """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of ids int64
+    `[n]`; see `RowRequest`.
+
+    By first occurrence within each table. `pieces`: see `request_loops.name_rows`; None: the ids
+    are rows. Raises PlanError for an id that its table has not.
+    """
+    pieces, ids = one_piece(len(ids)) if pieces is None else pieces, _int64(ids)
+    naming, labels = Naming(homes_of([]), 0, threads), np.empty(len(ids), np.int32)
+    spans = naming.name(ids, pieces, labels)
+    own = [slice(*of[2:]) for of in naming.room.spans[: len(spans)].tolist()]
+    rows, occurs = ([of[part] for part in own] for of in (naming.room.rows, naming.room.occurs))
+    return _concatenated(rows, np.int64), spans, labels, _concatenated(occurs)
+
+
+def _int64(ids: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(ids, dtype=np.int64)
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: type = np.int32) -> np.ndarray:
+    """Without a copy where it is one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
+
+
+class RankPlanner:
+    """Plans what one rank does for one group: `request` in stream order, then `assemble`.
+
+    `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
+    homes, for replicated and for sharded rows; None: one.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        hot: HotRows | None = None,
+        parts: Sequence[Parts | None] = (None, None),
+        threads: Threads = ALONE,
+    ) -> None:
+        self._world, self.threads = layout.world_size, threads
+        regions = parts[:1] if hot is None else parts
+        both = [of or Parts(0, layout.most_rows) for of in regions]
+        homes = homes_of(both, self._world, None if hot is None else hot.known)
+        self._shelves = [1 << of.shelves for of in both]
+        self._naming = Naming(homes, self._world * sum(self._shelves), threads)
+
+    def request(self, ids: np.ndarray, pieces: np.ndarray | None = None) -> RowRequest:
+        """What it asks for the ids (int64 `[n]`) of its local batch; `pieces`: see
+        `distinct_rows`."""
+        pieces, ids = one_piece(len(ids)) if pieces is None else pieces, _int64(ids)
+        labels, world = np.empty(len(ids), np.int32), self._world
+        spans, room = self._naming.name(ids, pieces, labels), self._naming.room
+        shelves = room.counts.shape[2]
+        starts, sizes = np.empty(shelves + 1, np.int64), np.empty(shelves, np.int64)
+        loops.order_shelves(room.counts[: len(spans)], room.firsts, starts, sizes)
+        count = spans[-1][3] if spans else 0
+        divided, places = np.empty((2, count), np.int32)
+        segments = np.empty(count + 1, np.int32)
+        segments[-1] = len(ids)
+        out = divided, places, segments
+        of_each = [(room, span, of[2], *out) for span, of in enumerate(spans)]
+        self.threads.each(loops.divide_span, of_each)
+        asked: list[Asked | None] = [None, None]
+        first = 0
+        for region, own in enumerate(self._shelves):
+            last = first + world * own
+            edges = starts[first : last + 1 : own].tolist()
+            rows = tuple([divided[edges[home] : edges[home + 1]] for home in range(world)])
+            asked[region] = Asked(rows, sizes[first:last].reshape(world, own))
+            first = last
+        return RowRequest(*asked, pieces, spans, labels, places, segments)
+
+    def occurrences(
+        self, request: RowRequest, canonical: np.ndarray, missing: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """`positions` and `order` of a `StepPlan`, int32, and how many ids are `missing`.
+
+        `canonical` int32 `[R]`: the canonical index of each row that was asked for; `missing`
+        uint8, by that: whether it is not cached.
+        """
+        positions, order = np.empty((2, len(request.labels)), np.int32)
+        named = np.ascontiguousarray(canonical, np.int32), request.segments, missing
+        about, labels, places = self._naming.room.about, request.labels, request.places
+        of_each = [
+            (request.pieces, *span, labels, places, *named, about, positions, order)
+            for span in request.spans
+        ]
+        return positions, order, sum(self.threads.each(loops.order_ids, of_each))
+
+    def assemble(
+        self,
+        request: RowRequest,
+        parts: Sequence[HomePart],
+        own: HomeDecision,
+        move_after: int,
+        sharded: ShardParts | None = None,
+    ) -> StepPlan:
+        """Its plan from its request, every home's part in rank order, and its own home's decision.
+
+        `sharded`: what the homes said of the sharded rows, if the group has any.
+        """
+        home_counts = tuple([len(part.slots) for part in parts])
+        base = list(accumulate(home_counts, initial=0))
+        total = leaf_rows = base[-1]
+        asked, shard = _joined([part.reply for part in parts], base), None
+        if sharded is not None:
+            shard = shard_plan(sharded, request.sharded.rows, move_after)
+            leaf_rows = total + shard.rows
+            asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
+        joined = [part.slots for part in parts], [part.fetch for part in parts]
+        slots = np.ascontiguousarray(_concatenated(joined[0]), np.int32)
+        fetch = np.ascontiguousarray(_joined(joined[1], base), np.int32)
+        missing, fetched = own.missing, np.ascontiguousarray(own.fetch_slots, np.int32)
+        if len(parts) > 1 or sharded is not None:
+            missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+            loops.mark(slots, fetch, missing, fetched)
+        if sharded is not None:
+            missing[total:] = (sharded.joined & FETCHED) != 0
+        positions, order, missed = self.occurrences(request, asked, missing)
+        return StepPlan(
+            step=own.step,
+            kind=own.kind,
+            positions=torch.from_numpy(positions),
+            order=torch.from_numpy(order),
+            touched=as_tensor(asked),
+            segments=torch.from_numpy(request.segments),
+            touched_counts=tuple([len(part.reply) for part in parts]),
+            slots=torch.from_numpy(slots),
+            home_counts=home_counts,
+            source_rows=as_tensor(_concatenated(own.replies)),
+            source_counts=tuple([len(reply) for reply in own.replies]),
+            fetch=torch.from_numpy(fetch),
+            fetch_slots=torch.from_numpy(fetched),
+            fetch_counts=tuple([len(part.fetch) for part in parts]),
+            fetch_rows=as_tensor(own.fetch_rows, np.int64),
+            evict_slots=as_tensor(own.evict_slots),
+            evict_rows=as_tensor(own.evict_rows, np.int64),
+            move_after=move_after,
+            lookup_hits=len(positions) - missed,
+            shard=shard,
+        )
+
+
+def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before: int) -> int:
+    """The step after whose `apply` the movement of `step` may start (DESIGN: holds).
+
+    `latest_uses`: latest last use among each home's victims; `before`: the value of the step
+    before, since movement stays in order.
+    """
+    return max(step - prefetch - 1, before, -1, *latest_uses)
+
+
+def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
+    """The indices (int32) that each home counts from 0, counted from its `base`."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = zip(parts, base, strict=False)
+    return np.concatenate([part + np.int32(start) for part, start in pairs])
