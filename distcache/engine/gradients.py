@@ -276,8 +276,8 @@ class PooledLookup(torch.autograd.Function):
         bags, (samples, features) = ctx.bags, ctx.bags.shape
         gradient = gradient.reshape(samples * features, ctx.dim)
         gradient = gradient if bags.scale is None else gradient * bags.scale
-        if ctx.saved_tensors:
-            bags = replace(bags, weights=ctx.saved_tensors[0])
+        weights = ctx.saved_tensors  # which checkpointing gives once
+        bags = replace(bags, weights=weights[0]) if weights else bags
         rows = _row_gradient(bags, gradient) if ctx.needs_input_grad[0] else None
         if ctx.leaf is None:
             return rows, None, None
