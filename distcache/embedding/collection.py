@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.fx
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
@@ -456,6 +457,12 @@ class CachedCollection(nn.Module):
         )
 
 
+def _as_leaf(collection: CachedCollection, features: torch.fx.Proxy) -> Any:
+    """The call of a collection in a graph that torch.fx traces: one node, whatever is inside."""
+    name = features.tracer.path_of_module(collection)
+    return features.tracer.create_proxy("call_module", name, (features,), {})
+
+
 def _concrete(device: torch.device | str | None) -> torch.device:
     """The device with its index; None is torch's default device."""
     chosen = torch.get_default_device() if device is None else torch.device(device)
@@ -567,6 +574,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
+        if isinstance(features, torch.fx.Proxy):
+            return _as_leaf(self, features)
         dims = list(self.reader.lookups.dims)
         if self.device.type == "meta":
             pooled = torch.empty(features.stride(), sum(dims), device="meta")
@@ -657,6 +666,8 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
+        if isinstance(features, torch.fx.Proxy):
+            return _as_leaf(self, features)
         if self.device.type == "meta":
             return self._on_meta(features)
         step, micro = self._open(features)

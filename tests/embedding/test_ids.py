@@ -26,6 +26,7 @@ from ebc_cases import (
     train,
     two_widths,
     using,
+    values_of,
     weights_of,
 )
 from torch import Tensor, nn
@@ -258,3 +259,25 @@ def test_sequences_may_be_of_several_sizes() -> None:
     ec.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_close(weights_of(ec), plain.state_dict())
+
+
+@pytest.mark.usefixtures("kind")
+def test_fx_sees_a_collection_as_a_leaf() -> None:
+    ebc, data = cached("sgd"), batches(3)
+    model = nn.ModuleDict({"inner": ebc})
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, ids: KeyedJaggedTensor):
+            return self.inner["inner"](ids)
+
+    traced = torch.fx.symbolic_trace(Around())
+    assert [node.target for node in traced.graph.nodes][1] == "inner.inner"
+    for batch in lookahead(data, ebc):
+        values = values_of(traced(batch.sparse_features))
+        values.sum().backward()
+        ebc.step()
+    assert ebc.tables.steps == 3
