@@ -156,10 +156,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _updates(self) -> list[RowUpdate]:
         """The optimizer of each table, with its rate."""
-        found = []
+        found = list[RowUpdate]()
         for names, group in zip(self._named, self.param_groups, strict=True):
-            own = {key: float(group[key]) for key in ("lr", "weight_decay")}
-            found += [replace(self._update, **own)] * len(names)
+            lr, decay, own = float(group["lr"]), float(group["weight_decay"]), self._update
+            if (lr, decay) != (own.lr, own.weight_decay):
+                own = replace(own, lr=lr, weight_decay=decay)
+            found += [own] * len(names)
         return found
 
     @torch.no_grad()
