@@ -343,12 +343,9 @@ class Adam(RowUpdate):
 
     def numbers(self, lr: float, step: int) -> tuple[float, ...]:
         """See `RowUpdate.numbers`."""
-        first, second = (1 - beta**step for beta in self.betas)
-        return lr * math.sqrt(second) / first, self.eps, *self._takes
-
-    @property
-    def _takes(self) -> tuple[float, float]:
-        return 1 - self.betas[0], 1 - self.betas[1]
+        beta1, beta2 = self.betas
+        rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        return rate, self.eps, 1 - beta1, 1 - beta2
 
 
 @dataclass(frozen=True)
@@ -394,7 +391,7 @@ class CountedAdam(Adam):
 
     def numbers(self, lr: float, step: int) -> tuple[float, ...]:
         """See `RowUpdate.numbers`."""
-        return lr, self.eps, *self._takes
+        return lr, self.eps, 1 - self.betas[0], 1 - self.betas[1]
 
 
 @dataclass(frozen=True)

@@ -200,11 +200,13 @@ class StepParameters:
 
     def updates(self, update: RowUpdate) -> list[RowUpdate]:
         """`update` of each table, with the rate and the decay that the groups have now."""
-        groups = self.groups if len(self.groups) > 1 else self.groups * len(self.tables)
-        return [
-            replace(update, lr=float(own["lr"]), weight_decay=float(own["weight_decay"]))
-            for own in groups
-        ]
+        found = list[RowUpdate]()
+        for group in self.groups:
+            lr, decay, own = float(group["lr"]), float(group["weight_decay"]), update
+            if (lr, decay) != (own.lr, own.weight_decay):
+                own = replace(own, lr=lr, weight_decay=decay)
+            found.append(own)
+        return found if len(found) > 1 else found * len(self.tables)
 
     def show(self, leaves: Sequence[Tensor]) -> None:
         """Let these be the parameters."""

@@ -37,11 +37,6 @@ class Rule:
         if self.name not in FORMULAS:
             raise ConfigError(f"no formula for the row optimizer {self.name!r}")
 
-    @property
-    def takes_means(self) -> bool:
-        """Whether the formula takes means of rows."""
-        return "mean" in FORMULAS[self.name].step.__code__.co_names
-
     def columns(self, dim: int) -> dict[str, slice]:
         """See `Formula.columns`."""
         return FORMULAS[self.name].columns(dim)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.ops import reference, triton_kernels
+from distcache.ops.formulas import FORMULAS
 from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -97,7 +99,7 @@ def update_rows(
 ) -> None:
     """See `reference.update_rows`; gather, update and scatter in one pass."""
     count, dim = gradient.shape
-    width = rule.state_width(dim)
+    width, constants = _layout(rule.name, dim)
     if width and (state is None or state.shape[1] != width):
         raise ConfigError(f"{rule.name} keeps {width} floats per row: pass `state` [C, {width}]")
     if len(slots) != count:
@@ -110,25 +112,31 @@ def update_rows(
     gradient = _unit_columns(gradient)
     held = weight if state is None else state
     flag = weight if enabled is None else enabled.view(torch.uint8)
-    columns = tuple((at.start, at.stop - at.start) for at in rule.columns(dim).values())
     # As floats: for whole numbers Triton would compile once more, and take them for int32.
-    numbers = [float(number) for number in (*rule.numbers, 0.0, 0.0, 0.0)[:4]]
+    numbers = map(float, (rule.decay, *rule.numbers, 0.0, 0.0, 0.0)[:5])
     _launch(
         triton_kernels.update_rows,
-        (weight, held, slots.contiguous(), gradient, flag, count, float(rule.decay), *numbers),
+        (weight, held, slots.contiguous(), gradient, flag, count, *numbers),
         (weight, count, dim),
         WEIGHT_STRIDE=weight.stride(0),
         STATE_STRIDE=held.stride(0),
         GRADIENT_STRIDE=gradient.stride(0),
-        RULE=triton_kernels.FORMULAS[rule.name],
-        COLUMNS=columns,
         NUMBERS=len(rule.numbers),
         EXPONENT=rule.exponent,
         DECAY=rule.decays,
-        FOLDED=dim & (dim - 1) > 0 and rule.takes_means,
-        STEPS=(dim - 1).bit_length(),
         MASKED=enabled is not None,
+        **constants,
     )
+
+
+@lru_cache(maxsize=64)
+def _layout(name: str, dim: int) -> tuple[int, dict[str, Any]]:
+    """S of a formula at a width, and what its kernel is compiled for."""
+    formula = FORMULAS[name]
+    columns = tuple((at.start, at.stop - at.start) for at in formula.columns(dim).values())
+    constants = {"RULE": triton_kernels.FORMULAS[name], "COLUMNS": columns}
+    folded = formula.takes_means and dim & (dim - 1) > 0
+    return formula.width(dim), constants | {"FOLDED": folded, "STEPS": (dim - 1).bit_length()}
 
 
 def copy_rows(

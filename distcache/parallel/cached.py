@@ -328,7 +328,8 @@ class CachedParallel(Parallel):
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """See `Parallel.set_lr`."""
-        self._update = replace(self._update, lr=embedding_lr)
+        if embedding_lr != self._update.lr:
+            self._update = replace(self._update, lr=embedding_lr)
         for group in self.dense_optimizer.param_groups:
             group["lr"] = dense_lr
 
