@@ -542,14 +542,15 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         super().__init__()
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
+        self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
-        return self._recipe.configs
+        return self._embedding_bag_configs
 
     def embedding_configs(self) -> list[EmbeddingBagConfig]:
         """The same, for wrappers that know no collection of bags but TorchRec's own."""
-        return self._recipe.configs
+        return self._embedding_bag_configs
 
     @property
     def embedding_bags(self) -> nn.ModuleDict:
@@ -626,10 +627,11 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._need_indices = need_indices
         self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
+        self._embedding_configs: list[EmbeddingConfig] = self._recipe.configs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
-        return self._recipe.configs
+        return self._embedding_configs
 
     @property
     def embeddings(self) -> nn.ModuleDict:

@@ -74,7 +74,7 @@ class Membership:
             raise PlanError(f"the {name} is closed: make a new one")
         if self.weights and not self.recipe.in_backward:
             self._adopt()
-        if self.made is None:
+        if self.made is None and not self._error:
             self._require_tables()
             first_use = f"the first use of a cached collection ({_FIRST_USE})"
             require_group(first_use)
@@ -87,7 +87,7 @@ class Membership:
                     _waiting.remove(own)
                 if member is not None and member._can_join:
                     member._join()
-        elif self._alone and has_group() and dist.get_world_size() > 1:
+        elif self.made and self._alone and has_group() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this {name} was used before init_process_group and trains alone, but now there "
                 f"are {dist.get_world_size()} ranks, whose tables would drift apart: call "
@@ -136,7 +136,7 @@ class Membership:
             with torch.inference_mode(False):  # the first use may be an evaluation
                 self.made = CollectionTables(world, self.recipe, self._initial)
         except Exception as error:
-            self._error = str(error)
+            self._error = str(error) or type(error).__name__
             raise
         finally:
             self._initial = None
