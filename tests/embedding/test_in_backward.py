@@ -232,6 +232,8 @@ def test_names_and_defaults_are_theirs() -> None:
     assert row_update(torch.optim.Adam, fbgemm) == optim.Adam(0.3, (0.5, 0.999), 1e-4)
     assert row_update(optimizers.Adagrad, {}) == optim.Adagrad(0.01, 1e-10)
     assert row_update(torch.optim.SGD, {"foreach": True, "momentum": 0}) == optim.SGD(1e-3)
+    decays = {"lr": 0.1, "weight_decay": 0.5}
+    assert row_update(torch.optim.SGD, decays) == optim.SGD(0.1, weight_decay=0.5)
     assert row_update(RowWiseAdagrad, {"lr": torch.tensor(0.5)}) == optim.RowWiseAdagrad(0.5, 1e-10)
 
 
