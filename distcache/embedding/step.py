@@ -122,7 +122,8 @@ class CollectionTables:
         """Make what trains the rows of `stores`, or of new ones."""
         world, tables, settings, update = self.world, self.tables, self.settings, recipe.update
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
-        own: dict[str, Any] = {"the collection": recipe.name, "optimizer": recipe.updates}
+        own: dict[str, Any] = {"the collection": recipe.name, "optimizer": update}
+        own |= {"optimizers": recipe.updates if len(recipe.updates) > 1 else None}
         own |= {"the features": recipe.lookups.features, "in backward": recipe.in_backward}
         own |= {"the order of tables": [table.name for table in tables]}
         own |= {f"table {table.name!r}": table for table in tables}

@@ -143,10 +143,11 @@ class PlanExchange:
         All ranks ask for the same step and decide the same one; all leave out either. Raises
         PeerError where they are not at the same point.
         """
-        return (self._among_all if self._size > 1 else self._alone)(asking, deciding)
+        among_all = self._size > 1 or self._sharded
+        return (self._among_all if among_all else self._alone)(asking, deciding)
 
     def _among_all(self, asking: Part | None, deciding: Part | None) -> Told:
-        """`exchange` of several ranks."""
+        """`exchange` of several ranks, or about sharded rows."""
         before, size = self._link.counters.planning_bytes, self._size
         header = torch.from_numpy(self._header(asking, deciding))
         what = f"header of {_step(asking, deciding)}"

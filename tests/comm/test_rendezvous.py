@@ -334,7 +334,7 @@ def test_the_library_and_commands_compare_versions_and_settings(tmp_path, monkey
         ("fit tables", "rows=10,", "rows=11,"),
         ("bags settings", "lookahead is 3 on rank 0 and 4 on rank 1"),
         ("bags settings", "prefetch is 1 on rank 0 and 2 on rank 1"),
-        ("bags optimizer", "SGD(lr=0.1) on rank 0 and SGD(lr=1.1) on rank 1"),
+        ("bags optimizer", "optimizer is SGD(lr=0.1, ", " on rank 0 and SGD(lr=1.1, "),
         ("rows table", "dim=4,", "dim=8,"),
         ("kinds", f"the collection is {bags} on rank 0 and {rows} on rank 1"),
     ):

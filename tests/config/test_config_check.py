@@ -276,7 +276,7 @@ IDLE = [
     ("model=dcn_v2 model.cross_layers=2 optim.decay_steps=5 optim.decay_start=9", 1, ""),
     ("data.on_bad_line=skip trainer.resume_data=any trainer.resume=never", 1,
      "data.on_bad_line=skip, trainer.resume_data=any"),
-    ("trainer.checkpoint_every=9 run.save=false", 1, "trainer.checkpoint_every=9"),
+    ("parallel=resident trainer.checkpoint_whole_every=9", 1, "trainer.checkpoint_whole_every=9"),
     ("parallel=hybrid trainer.schedule=serial", 2, "trainer.schedule=serial"),
     ("parallel=hybrid cache.rows=9 data.batching=hot_cold cache.statistics=x", 1, ""),
 ]  # fmt: skip

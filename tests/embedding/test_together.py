@@ -36,7 +36,7 @@ class Three(nn.Module):
         super().__init__()
         self.first, self.second = cached("adagrad", configs()[:2]), cached("adam", configs()[2:])
         own = EmbeddingConfig(name="s", num_embeddings=400, embedding_dim=8, feature_names=["f0"])
-        how = {"optimizer": distcache.optim.SGD(lr=0.1), "rows": 90}
+        how = {"optimizer": distcache.optim.SGD(lr=0.1), "rows": 90, "seed": 0}
         self.third = CachedEmbeddingCollection([own], **how)
         torch.manual_seed(5)
         self.over = nn.Linear(6 * 8 + DENSE, 1)
