@@ -20,6 +20,14 @@ def kind(request) -> Iterator[str]:
 
 
 @pytest.fixture
+def sequences() -> Iterator[None]:
+    """The test runs with sequence embeddings."""
+    ebc_cases.using("sequences")
+    yield
+    ebc_cases.using("bags")
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """PyTorch computes with one thread; a look-ahead's own threads must have ended."""
     torch.set_num_threads(1)

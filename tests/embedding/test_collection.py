@@ -36,7 +36,6 @@ from ebc_cases import (
     plain_tables,
     train,
     train_plain,
-    using,
     values_of,
     weights_of,
     written_back,
@@ -197,13 +196,6 @@ def test_the_dense_part_may_be_compiled() -> None:
     dense = torch.optim.SGD(model.parameters(), 0.1)
     losses = train(compiled, ebc, lookahead(batches(4), ebc), dense)
     assert losses == pytest.approx(train(plain, other, batches(4)), rel=1e-6)
-
-
-@pytest.fixture
-def sequences():
-    using("sequences")
-    yield
-    using("bags")
 
 
 @pytest.mark.usefixtures("sequences")

@@ -25,7 +25,6 @@ from ebc_cases import (
     ranks,
     train,
     two_widths,
-    using,
     values_of,
     weights_of,
 )
@@ -226,13 +225,6 @@ def test_deduplicated_input_is_looked_up_for_each_sample(weighted: bool) -> None
     alone._inverse_indices = None
     with pytest.raises(DataError, match=r"\[3, 1, 5, 2, 4\] samples: give .* inverse_indices"):
         ebc(alone)
-
-
-@pytest.fixture
-def sequences():
-    using("sequences")
-    yield
-    using("bags")
 
 
 @pytest.mark.usefixtures("sequences")
