@@ -215,7 +215,7 @@ class OwnRun(Run):
 
     def _evaluation(self, width: int) -> Iterator[Batch]:
         train, items = self.train, self.evaluate or ()
-        self.eval_draws.set_states(self.eval_draws.first)  # each of the same samples
+        self.eval_draws.begin_again()  # each of the same samples
         return eval_batches(items, train.features, self.eval_count, width, train.dense_features)
 
     def _expected(self) -> int | None:
@@ -420,7 +420,7 @@ def fit(
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
     own_world, leave = (world, False) if world is not None else (_join(config), True)
-    eval_draws = Draws(eval_loader)
+    eval_draws = Draws(None if eval_loader is loader else eval_loader)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs))

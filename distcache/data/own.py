@@ -32,16 +32,20 @@ class Draws:
         parts += [getattr(part, "sampler", None) for part in parts]
         parts = [p for p in parts if isinstance(p, kinds) and hasattr(p, "generator")]
         self._without = [part for part in parts if part.generator is None]
+        self._lent = torch.Generator()
         if self._without:
-            own = torch.Generator()
-            own.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            self._lent.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
             for part in self._without:
-                part.generator = own
+                part.generator = self._lent
+        self._first = self._lent.get_state()
         self._all = list({id(part.generator): part.generator for part in parts}.values())
-        self.first = self.states()
+
+    def begin_again(self) -> None:
+        """Let the generator that was lent draw what it drew first."""
+        self._lent.set_state(self._first)
 
     def states(self) -> list[Tensor]:
-        """Of each generator, as it is now; `first`: as they were here."""
+        """Of each generator, as it is now."""
         return [generator.get_state() for generator in self._all]
 
     def set_states(self, states: Sequence[Tensor]) -> None:
