@@ -17,7 +17,9 @@ import shutil
 import stat
 import zlib
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future as Reading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -409,7 +411,7 @@ def _read_metadata(folder: Path, data: bytes) -> metadata.Metadata:
     return found
 
 
-_READERS = 8
+_READERS = 4
 """Threads of a rank that read blocks: on one node the first rank reads what all ranks share."""
 
 _Wanted = tuple[planner.ReadItem, Tensor]
@@ -465,14 +467,22 @@ class BlockReader(FileSystemReader):
             return self._load(item.storage_index, target)
 
         wanted = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-        # In the order of a value's rows, so that those that changed are read once.
-        blocks = [list(of) for _, of in groupby(sorted(wanted, key=place), place)]
+
+        def settle() -> None:
+            parts, stored = under_way.popleft()
+            self._change(parts[0][0].storage_index, stored.result())
+            self._place(stored.result(), parts, planner)
+
+        under_way = deque[tuple[list[_Wanted], Reading[Tensor]]]()
         with ThreadPoolExecutor(_READERS) as pool:
-            for first in range(0, len(blocks), _READERS):  # as many are in memory
-                some = blocks[first : first + _READERS]
-                for parts, stored in zip(some, pool.map(read, some), strict=True):
-                    self._change(parts[0][0].storage_index, stored)
-                    self._place(stored, parts, planner)
+            # In the order of a value's rows, so that those that changed are read once.
+            for _, of in groupby(sorted(wanted, key=place), place):
+                parts = list(of)
+                under_way.append((parts, pool.submit(read, parts)))
+                if len(under_way) == _READERS:  # as many are in memory
+                    settle()
+            while under_way:
+                settle()
         return _done(None)
 
     def _place(
