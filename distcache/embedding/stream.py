@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
@@ -80,6 +80,7 @@ def _collections(ebc: Any) -> list[CachedCollection]:
     found = list(ebc.modules()) if isinstance(ebc, nn.Module) else ebc
     if isinstance(ebc, nn.Module):
         found = [module for module in found if isinstance(module, CachedCollection)]
+        found = [own for own in found if own.reader.lookups.specs] or found  # not tables=[]
     several = isinstance(found, list | tuple) and len(found) == len({id(own) for own in found}) > 0
     if not several or not all(isinstance(own, CachedCollection) for own in found):
         raise ConfigError(
@@ -493,74 +494,70 @@ class Epoch(Generic[T]):
 # Several collections of one model, each with a look-ahead of its own over the same batches.
 
 
-class Shared(Generic[T]):
-    """Batches that several threads read, each at its own pace, pass after pass; each batch is
-    taken from the source once."""
+class Pass(Generic[T]):
+    """One pass over batches that several threads read, each at its own pace; each batch is taken
+    from the source once."""
 
     def __init__(self, batches: Iterable[T], readers: int) -> None:
-        self.batches, self._lock = batches, threading.Lock()
-        self._passes = [0] * readers
-        self._sources: dict[int, Iterator[T]] = {}
-        self._waiting: dict[int, list[deque[T]]] = {}
-        self._errors: dict[int, Exception] = {}
+        self._batches, self._lock = batches, threading.Lock()
+        self._source: Iterator[T] | None = None
+        self._waiting: list[deque[T]] = [deque() for _ in range(readers)]
+        self._error: Exception | None = None
 
-    def begin(self, reader: int) -> Iterator[T]:
-        """The next pass of a reader; those before it are over."""
-        with self._lock:
-            number = self._passes[reader]
-            self._passes[reader] += 1
-            if number not in self._sources:
-                self._sources[number] = iter(self.batches)
-                self._waiting[number] = [deque() for _ in self._passes]
-            for old in [old for old in self._sources if old + 1 < min(self._passes)]:
-                del self._sources[old], self._waiting[old]
-                self._errors.pop(old, None)
-        return self._read(reader, number)
-
-    def _read(self, reader: int, number: int) -> Iterator[T]:
+    def read(self, reader: int) -> Iterator[T]:
+        """The batches, for one of the readers."""
+        waiting = self._waiting[reader]
         while True:
             with self._lock:
-                if number not in self._sources:
+                if not waiting and not self._take():
                     return
-                waiting = self._waiting[number]
-                if not waiting[reader] and not self._take(number):
-                    return
-                batch = waiting[reader].popleft()
+                batch = waiting.popleft()
             yield batch
 
-    def _take(self, number: int) -> bool:
-        """Take a batch of a pass for all readers; False at its end. What the source raises, all
-        readers raise at its turn."""
+    def _take(self) -> bool:
+        """Take a batch for all readers; False at the end. What the source raises, all readers raise
+        at its turn."""
         try:
-            if number in self._errors:
-                raise self._errors[number]
-            batch = next(self._sources[number])
+            if self._error is not None:
+                raise self._error
+            if self._source is None:
+                self._source = iter(self._batches)
+            batch = next(self._source)
         except StopIteration:
             return False
         except Exception as error:
-            self._errors[number] = error
+            self._error = error
             raise
-        for own in self._waiting[number]:
+        for own in self._waiting:
             own.append(batch)
         return True
 
 
 class Part(Generic[T]):
-    """What one reader of `Shared` batches has."""
+    """What one reader has of several, in `current`, the pass that all of them are in: one that did
+    not come to begin the last pass is no pass behind the others."""
 
-    def __init__(self, shared: Shared[T], reader: int) -> None:
-        self._shared, self._reader = shared, reader
+    current: Pass[T]
+
+    def __init__(self, reader: int) -> None:
+        self._reader = reader
 
     def __iter__(self) -> Iterator[T]:
-        return self._shared.begin(self._reader)
-
-    def __len__(self) -> int:
-        return len(self._shared.batches)  # type: ignore[arg-type]
+        return self.current.read(self._reader)
 
 
 def _next(epoch: Epoch[T]) -> list[T]:
     """The next batch of an epoch; empty at its end."""
     return list(itertools.islice(epoch, 1))
+
+
+def _in_step(epochs: list[Epoch[T]]) -> Generator[T, None, None]:
+    """The batches of all epochs. It does not hold who has it: to drop that ends them."""
+    while True:
+        batches = list(itertools.chain.from_iterable(map(_next, epochs)))
+        if len(batches) < len(epochs):
+            return
+        yield batches[0]
 
 
 class Together(Generic[T]):
@@ -580,7 +577,8 @@ class Together(Generic[T]):
         """`ahead`: makes the look-ahead of one of them."""
         self._batches, self._collections, self._ahead = batches, collections, ahead
         self._parts: list[Lookahead[T]] = []
-        self._epoch: Iterator[T] | None = None
+        self._shares: list[Part[T]] = []
+        self._epoch: Generator[T, None, None] | None = None
 
     def __iter__(self) -> Iterator[T]:
         """Start an epoch, by all ranks; over an iterator, go on."""
@@ -588,24 +586,24 @@ class Together(Generic[T]):
             world = self._collections[0].tables.world
             alone = world.backend == "nccl" and world.size > 1
             chosen = self._collections[: 1 if alone else None]
-            shared = Shared(self._batches, len(chosen))
-            self._parts = [self._ahead(Part(shared, at), own) for at, own in enumerate(chosen)]
-        elif isinstance(self._batches, Iterator) and self._epoch is not None:
-            return self._epoch
-        self._epoch = self._in_step([iter(part) for part in self._parts])
+            self._shares = [Part(at) for at in range(len(chosen))]
+            self._parts = list(map(self._ahead, self._shares, chosen))
+        elif isinstance(self._batches, Iterator) and (epoch := self._open()):
+            return epoch
+        current = Pass(self._batches, len(self._shares))
+        for share in self._shares:
+            share.current = current
+        self._epoch = _in_step([iter(part) for part in self._parts])
         return self._epoch
 
-    def _in_step(self, epochs: list[Epoch[T]]) -> Iterator[T]:
-        while True:
-            batches = list(itertools.chain.from_iterable(map(_next, epochs)))
-            if len(batches) < len(epochs):
-                self._epoch = None
-                return
-            yield batches[0]
-
     def __next__(self) -> T:
-        """The next batch of the current epoch."""
-        return next(self._epoch if self._epoch is not None else iter(self))
+        """The next batch of the current epoch, or the first of the next one."""
+        return next(self._open() or iter(self))
+
+    def _open(self) -> Iterator[T] | None:
+        """The current epoch, unless it has ended."""
+        epoch = self._epoch
+        return None if epoch is None or epoch.gi_frame is None else epoch
 
     def __len__(self) -> int:
         """Batches of an epoch, where they know how many they are."""

@@ -96,8 +96,10 @@ class Naming:
         has not."""
         spans, most = loops.cut_pieces(pieces, self.room.spans)
         size = 1 << (2 * max(int(most), 1) - 1).bit_length()
-        if len(ids) > len(self.room.rows) or size > self.room.direct.shape[1]:
-            self.room = make_room(len(ids), size, self.threads.count, self._shelves)
+        held = len(self.room.rows), self.room.direct.shape[1]
+        if len(ids) > held[0] or size > held[1]:  # requests before this one still need theirs
+            sizes = max(len(ids), held[0]), max(size, held[1])
+            self.room = make_room(*sizes, self.threads.count, self._shelves)
             loops.cut_pieces(pieces, self.room.spans)
         room, found, begin = self.room, [], 0
         of = [(ids, pieces, span, self._homes, room, labels) for span in range(spans)]

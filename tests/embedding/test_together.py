@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from ebc_cases import (
     batches,
     cached,
     configs,
+    draw,
     job,
     loss_of,
     mine,
@@ -86,6 +88,7 @@ def test_all_collections_of_a_model_are_read_ahead_to_the_same_bits(copies: bool
 @job
 def on_ranks(rank: int, size: int) -> dict[str, dict[str, Tensor]]:
     data = mine(rank, size, steps=6)
+    left_early(data)
     return {how: trained(data, how) for how in ("none", "all")}
 
 
@@ -147,3 +150,66 @@ def _looked_up(ahead, through):
     for batch in ahead:
         through(batch)
         yield batch
+
+
+def _stepped(model: Three, batch: Clicks) -> None:
+    loss_of(model, batch).backward()
+    for own in (model.first, model.second, model.third):
+        own.step()
+
+
+def left_early(data: list[Clicks]) -> None:
+    """A loop that leaves with a batch in hand, and goes on without a look-ahead, as if it had had
+    none; nothing is left to the garbage collector, which comes at other times on each rank."""
+    whole, model = Three(), Three()
+    gc.disable()
+    try:
+        for number, batch in enumerate(lookahead(data, model)):
+            if number == 4:
+                break
+            _stepped(model, batch)
+            _stepped(whole, batch)
+        for batch in data[5:]:
+            _stepped(model, batch)
+            _stepped(whole, batch)
+    finally:
+        gc.enable()
+    assert_same(weights_of(model), weights_of(whole))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_leaving_the_loop_ends_the_threads_of_all() -> None:
+    left_early(batches(9))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_pass_that_not_all_began_is_over_for_all() -> None:
+    model, passes, data = Three(), [], batches(4)
+    model.requires_grad_(False)
+
+    class Shuffled:
+        def __iter__(self):
+            passes.append(len(passes))
+            return iter([draw(-1 - number) for number in range(2)] if passes == [0] else data)
+
+    def broken(batch: Clicks) -> KeyedJaggedTensor:
+        if passes == [0]:
+            raise ValueError("no ids yet")
+        return batch.sparse_features
+
+    ahead = lookahead(Shuffled(), [model.first, model.third], ids=broken)
+    with pytest.raises(ValueError, match="no ids yet"):
+        next(iter(ahead))
+    for batch in ahead:
+        model.first(batch.sparse_features), model.third(batch.sparse_features)
+        assert any(batch is own for own in data)
+    assert passes == [0, 1]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_collection_without_tables_is_not_read_ahead() -> None:
+    model = nn.ModuleList([cached(tables=[]), cached()])
+    for batch in lookahead(batches(2), model):
+        model[1](batch.sparse_features).values().sum().backward()
+        model[1].step()
+    assert model[1].tables.steps == 2

@@ -13,13 +13,14 @@ import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_streams import BODIES, NAMES, make_layout, shelvings, using
+from plan_streams import BODIES, NAMES, PYTHON, make_layout, shelvings, using
 from policy_reference import counted
 
 from distcache.errors import PlanError, StepTooLargeError
+from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
 from distcache.planner.home import HomePlanner, Parts
-from distcache.planner.rank import RankPlanner, distinct_rows
+from distcache.planner.rank import HomePart, RankPlanner, distinct_rows
 from distcache.planner.shard import HotRows
 from distcache.planner.threads import Threads
 from distcache.planner.victims import ByCount
@@ -116,6 +117,28 @@ def test_a_home_names_rows_by_shelf_then_by_first_occurrence_over_the_ranks(
         for own, reply, (_, _, places) in zip(by_rank, decision.replies, asked, strict=True):
             assert [found[at] for at in reply[places]] == own.tolist()
         last |= dict.fromkeys(found, step)
+
+
+def test_requests_that_wait_keep_their_room() -> None:
+    """The second has fewer ids, and more of them of one table."""
+    layout = RowLayout([TableSpec(name, 900, 4, (name,)) for name in "ab"], 1)
+    rank, home = RankPlanner(layout), HomePlanner(layout, 0, 1800, 1)
+    sizes = [(300, 300), (520, 10)]
+    with using(PYTHON):  # which looks at every index
+        asked = []
+        for step, (first, second) in enumerate(sizes):
+            ids = np.concatenate([np.arange(first), np.arange(second)])
+            ends = first, first + second
+            pieces = np.array([[0, ends[0]], [*ends], [0, 900], [900, 900], [first, second]])
+            asked.append((ids + 900 * (np.arange(len(ids)) >= first), rank.request(ids, pieces)))
+            home.ingest(step, "train", asked[-1][1].replicated.rows)
+        for rows, request in asked:
+            own = home.plan()
+            part = HomePart(own.slots, own.fetch, own.replies[0])
+            plan = rank.assemble(request, [part], own, -1)
+            found = np.empty(len(own.slots), np.int64)
+            found[plan.positions.numpy()] = rows
+            assert found[own.fetch].tolist() == own.fetch_rows.tolist()
 
 
 @pytest.mark.parametrize("size", [3, 10**6])
