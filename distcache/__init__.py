@@ -1,6 +1,7 @@
 """Exact data-parallel training of recommendation models over cached embedding rows.
 
-The library's names are imported when they are first used, for they bring TorchRec along.
+The library's names are imported when they are first used, for they bring TorchRec along where it is
+installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distcache import optim
     from distcache.embedding import (
+        CachedEmbedding,
+        CachedEmbeddingBag,
         CachedEmbeddingBagCollection,
         CachedEmbeddingCollection,
         RowOptimizer,
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from distcache.resuming import load, save
 
 __all__ = [
+    "CachedEmbedding",
+    "CachedEmbeddingBag",
     "CachedEmbeddingBagCollection",
     "CachedEmbeddingCollection",
     "DenseGradients",
@@ -62,6 +67,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'distcache' has no attribute {name!r}")
     try:
+        if name.endswith("Collection"):
+            importlib.import_module("torchrec")
         if name == "optim":
             return importlib.import_module("distcache.optim")
         return getattr(importlib.import_module(_MODULES.get(name, "distcache.embedding")), name)

@@ -1,13 +1,16 @@
-"""The drop-in collections: TorchRec models in anybody's training loop over cached rows."""
+"""The drop-in: collections as TorchRec's and modules as torch.nn's, in anybody's training loop."""
 
 from distcache.embedding.collection import (
     CachedEmbeddingBagCollection,
     CachedEmbeddingCollection,
 )
 from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
+from distcache.embedding.plain import CachedEmbedding, CachedEmbeddingBag
 from distcache.embedding.stream import Lookahead, lookahead
 
 __all__ = [
+    "CachedEmbedding",
+    "CachedEmbeddingBag",
     "CachedEmbeddingBagCollection",
     "CachedEmbeddingCollection",
     "Lookahead",

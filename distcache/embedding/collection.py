@@ -15,17 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.fx
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-)
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-    get_embedding_names_by_table,
-)
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distcache.comm.link import agree_on, on_first, together
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
@@ -40,6 +29,16 @@ from distcache.embedding.settings import (
     check_names,
 )
 from distcache.embedding.step import CollectionTables
+from distcache.embedding.theirs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagCollectionInterface,
+    EmbeddingBagConfig,
+    EmbeddingCollectionInterface,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 from distcache.embedding.weights import TableView
 from distcache.engine.gradients import to_device
 from distcache.engine.tracing import tracing
@@ -71,6 +70,9 @@ class CachedCollection(nn.Module):
     _config: ClassVar[type[BaseEmbeddingConfig]]
     """What a table is described by."""
 
+    _takes: ClassVar[type] = KeyedJaggedTensor
+    """What ids come in."""
+
     _pooled: ClassVar[bool] = True
     """Whether bags come out, rather than the row of every id."""
 
@@ -94,9 +96,9 @@ class CachedCollection(nn.Module):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
-        configs, where = checked_configs(tables, self._config), _concrete(device)
+        configs, where = self._checked(tables), _concrete(device)
         lookups = lookups_of(configs)
-        keys = [f"{self._tables_key}.{spec.name}.weight" for spec in lookups.specs]
+        keys = [self._key_of(spec.name) for spec in lookups.specs]
         updates = by_table(update, [spec.name for spec in lookups.specs])
         parts = (configs, lookups, updates, in_backward, chosen, where, name, self._pooled)
         recipe = Recipe(*parts, StepParameters(keys, updates))
@@ -112,6 +114,13 @@ class CachedCollection(nn.Module):
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=where))
         """Empty: its `requires_grad` says whether the tables train."""
+
+    def _checked(self, tables: Sequence[Any]) -> list[Any]:
+        return checked_configs(tables, self._config)
+
+    def _key_of(self, table: str) -> str:
+        """The name of a table in a `state_dict`."""
+        return f"{self._tables_key}.{table}.weight"
 
     @property
     def _recipe(self) -> Recipe:
@@ -159,8 +168,8 @@ class CachedCollection(nn.Module):
         """The step, with its rows on the device, and the micro-batch that `features` is."""
         tables = self.tables
         try:
-            if not isinstance(features, KeyedJaggedTensor):
-                raise DataError(f"{type(features).__name__} is no KeyedJaggedTensor")
+            if not isinstance(features, self._takes):
+                raise DataError(f"{type(features).__name__} is no {self._takes.__name__}")
             tables.look_at_weights()
             return self._locate(tables, features)
         except DistcacheError as error:
@@ -382,7 +391,7 @@ class CachedCollection(nn.Module):
         else:
             found = {table.name: weight for table, (weight, _) in self.tables.views()}
         for name, weight in found.items():
-            destination[f"{prefix}{self._tables_key}.{name}.weight"] = weight
+            destination[prefix + self._key_of(name)] = weight
 
     def _load_from_state_dict(
         self,
@@ -400,7 +409,7 @@ class CachedCollection(nn.Module):
         found: dict[int, Tensor] = {}
         expected = set()
         for index, table in enumerate(self._recipe.lookups.specs):
-            key = f"{prefix}{self._tables_key}.{table.name}.weight"
+            key = prefix + self._key_of(table.name)
             expected.add(key)
             value, want = state_dict.get(key), (table.rows, table.dim)
             if key not in state_dict:
@@ -659,7 +668,9 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """The keys of the output, by table: `feature`, or `feature@table` for a shared feature."""
-        return get_embedding_names_by_table(self._recipe.configs)
+        pairs = list(zip(self.reader.lookups.names, self.reader.lookups.tables, strict=True))
+        places = range(len(self._recipe.configs))
+        return [[name for name, table in pairs if table == at] for at in places]
 
     @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

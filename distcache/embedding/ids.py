@@ -6,29 +6,31 @@ import functools
 import math
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import (
+
+from distcache.data.batch import Batch, JaggedIds
+from distcache.embedding.theirs import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagConfig,
+    KeyedJaggedTensor,
     PoolingType,
 )
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
+
+S = TypeVar("S")
 
 # -----------------------------------------------------------------------------
 # From TorchRec's table configs to tables, feature names and initial weights.
 
-_POOLING = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
+_POOLING = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean", "mean": "mean"}
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,17 @@ class Lookups:
 def lookups_of(configs: Sequence[Any]) -> Lookups:
     """The lookups of `configs` in TorchRec's order."""
     pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
-    names = [name for by_table in get_embedding_names_by_table(list(configs)) for name in by_table]
+    readers = Counter(name for _, name in pairs)
+    names = [
+        f"{name}@{configs[table].name}" if readers[name] > 1 else name for table, name in pairs
+    ]
     named = tuple(
         TableSpec(
             config.name,
             config.num_embeddings,
             config.embedding_dim,
             tuple(config.feature_names),
-            _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum",
+            _POOLING.get(getattr(config, "pooling", "sum"), "sum"),
         )
         for config in configs
     )
@@ -122,7 +127,6 @@ def initial_change(
     them anew, with torch's generator seeded by (seed, table) and put back afterwards.
     """
     given, bound = config.init_fn, math.sqrt(1.0 / config.num_embeddings)
-    low, high = config.get_weight_init_min(), config.get_weight_init_max()
 
     def fill(weight: Tensor) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -135,6 +139,7 @@ def initial_change(
     by_itself = isinstance(given, functools.partial) and given.func is torch.nn.init.uniform_
     if not (by_itself and not given.args and set(given.keywords) == {"a", "b"}):
         return fill
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
     return None if (low, high) == (-bound, bound) else map_range
 
 
@@ -236,10 +241,11 @@ class ReadIds:
         return weights.index_select(0, self.taken.int().to(weights.device))
 
     def _is_untouched(self) -> bool:
-        return all(_version(tensor) == version for tensor, version in self.versions)
+        return all(version_of(tensor) == version for tensor, version in self.versions)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -249,6 +255,10 @@ class IdReader:
 
     def __init__(self, lookups: Lookups, pooled: bool) -> None:
         self.lookups, self._pooled = lookups, pooled
+
+    def find(self, batch: Any) -> KeyedJaggedTensor:
+        """The `KeyedJaggedTensor` of a batch, see `find_ids`."""
+        return find_ids(batch, self.lookups.features)
 
     def read(self, features: KeyedJaggedTensor) -> ReadIds:
         """The ids of every lookup. Raises DataError that names what is missing.
@@ -261,7 +271,7 @@ class IdReader:
         lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
         given = lengths if lengths is not None else offsets
         tensors = [tensor for tensor in (values, given) if tensor is not None]
-        versions = tuple((tensor, _version(tensor)) for tensor in tensors)
+        versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
         if lengths is None:
             lengths = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets.diff()
         counts = lengths.detach().cpu().to(torch.int64).reshape(-1)
@@ -350,7 +360,7 @@ def find_ids(batch: Any, wanted: tuple[str, ...]) -> KeyedJaggedTensor:
     attribute = getattr(batch, "sparse_features", None)
     if isinstance(attribute, KeyedJaggedTensor):
         return attribute
-    found = list({id(one): one for one in _search(batch, _DEPTH)}.values())
+    found = list({id(one): one for one in search(batch, KeyedJaggedTensor)}.values())
     if len(found) > 1:
         found = [one for one in found if set(wanted) <= set(one.keys())] or found
     if len(found) == 1:
@@ -376,12 +386,13 @@ def bytes_of(batch: Any, depth: int = _DEPTH) -> int:
     return sum(bytes_of(part, depth - 1) for part in parts) if depth else 0
 
 
-def _search(value: Any, depth: int) -> Iterator[KeyedJaggedTensor]:
-    if isinstance(value, KeyedJaggedTensor):
+def search(value: Any, kind: type[S], depth: int = _DEPTH) -> Iterator[S]:
+    """What there is of a kind in a batch: itself, and in mappings, tuples, lists, dataclasses."""
+    if isinstance(value, kind):
         yield value
     elif depth:
         for part in _parts(value):
-            yield from _search(part, depth - 1)
+            yield from search(part, kind, depth - 1)
 
 
 def _parts(value: Any) -> Sequence[Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.embedding.ids import ReadIds
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Flight, Span, Stage
@@ -20,6 +19,8 @@ from distcache.engine.tables import Owners, StepRows
 from distcache.errors import PlanError
 
 if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
     from distcache.embedding.step import CollectionTables
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torchrec.optim import RowWiseAdagrad, optimizers
-from torchrec.optim.keyed import KeyedOptimizer
 
 from distcache import optim
 from distcache.embedding.settings import NoUpdate
+from distcache.embedding.theirs import KeyedOptimizer, RowWiseAdagrad, optimizers
 from distcache.engine.whole import Part
 from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec

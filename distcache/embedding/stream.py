@@ -16,17 +16,16 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection
-from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
+from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
@@ -35,6 +34,9 @@ from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 T = TypeVar("T")
 
@@ -45,7 +47,7 @@ def lookahead(
     batches: Iterable[T],
     ebc: CachedCollection | nn.Module | Sequence[CachedCollection],
     accumulate: int = 1,
-    ids: Callable[[T], KeyedJaggedTensor] | None = None,
+    ids: Callable[[T], Any] | Mapping[CachedCollection, Callable[[T], Any]] | None = None,
 ) -> Lookahead[T] | Together[T]:
     """Iterate over `batches`, planned ahead for `ebc`; called by all ranks.
 
@@ -54,10 +56,11 @@ def lookahead(
     Reads L + P + 1 optimizer steps ahead (`lookahead` and `prefetch` of the collection; P with
     L = 0) and yields every batch as it is. Each must go through the model in this order; a batch
     that is skipped or changed raises PlanError. `accumulate=k`: k batches make one optimizer step.
-    `ids(batch)` gives a batch's `KeyedJaggedTensor`; without it, it is looked for. Iterators of
-    different length end where the first rank's ends. Each `iter()` starts an epoch, on all ranks
-    together. Raises ConfigError for a wrong argument, and what goes wrong with a batch (DataError,
-    StepTooLargeError) at its turn.
+    `ids(batch)` gives a batch's `KeyedJaggedTensor`, or, for a module with torch.nn's arguments,
+    what it is called with, `input` or `(input, offsets)`; without it, the batch is looked through;
+    `ids={module: function}` where several read it. Iterators of different length end where the
+    first rank's ends. Each `iter()` starts an epoch, on all ranks together. Raises ConfigError for
+    a wrong argument, and what goes wrong with a batch (DataError, StepTooLargeError) at its turn.
     """
     if isinstance(batches, Lookahead | Epoch | Together):
         raise ConfigError(
@@ -69,8 +72,8 @@ def lookahead(
     found = _collections(ebc)
     if len(found) > 1:
         return Together(batches, found, lambda part, own: lookahead(part, own, accumulate, ids))
-    wanted = found[0].reader.lookups.features
-    find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
+    own = ids.get(found[0]) if isinstance(ids, Mapping) else ids
+    find = found[0].reader.find if own is None else own
     read = functools.partial(Reader, batches, found[0].reader, find, accumulate)
     return Lookahead(batches, found[0]._member, read)
 
@@ -84,9 +87,9 @@ def _collections(ebc: Any) -> list[CachedCollection]:
     several = isinstance(found, list | tuple) and len(found) == len({id(own) for own in found}) > 0
     if not several or not all(isinstance(own, CachedCollection) for own in found):
         raise ConfigError(
-            "lookahead(batches, ebc) takes a CachedEmbeddingBagCollection or "
-            "CachedEmbeddingCollection, a list of such, or a module that has some, got "
-            f"{type(ebc).__name__}"
+            "lookahead(batches, ebc) takes a CachedEmbeddingBagCollection, "
+            "CachedEmbeddingCollection, CachedEmbeddingBag or CachedEmbedding, a list of such, or "
+            f"a module that has some, got {type(ebc).__name__}"
         )
     return list(found)
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distcache.embedding.settings import Recipe
+from distcache.embedding.tensors import PlainTable
 from distcache.errors import PlanError
 
 # -----------------------------------------------------------------------------
@@ -46,13 +47,14 @@ def draw_weights(
         return None
     where = recipe.device
     if before is None:
-        shapes, dtype = [(spec.rows, spec.dim) for spec in recipe.lookups.specs], torch.float32
-        before = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+        dtypes = [getattr(own, "dtype", torch.float32) for own in recipe.configs]
+        pairs = zip(recipe.lookups.specs, dtypes, strict=True)
+        before = [torch.empty(s.rows, s.dim, dtype=kind, device="meta") for s, kind in pairs]
     found: list[Tensor] = []
     for weight, config in zip(before, recipe.configs, strict=True):
         on_meta = weight.is_meta
         found.append(torch.empty_like(weight, device=where) if on_meta else weight.to(where))
-        if not again:
+        if not (again or isinstance(config, PlainTable)):
             nn.init.normal_(found[-1])
         if not recipe.pooled and config.init_fn is not None:
             config.init_fn(found[-1])
