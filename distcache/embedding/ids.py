@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
-    DataType,
     EmbeddingBagConfig,
     PoolingType,
 )
@@ -23,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, stored_dtype
 
 # -----------------------------------------------------------------------------
 # From TorchRec's table configs to tables, feature names and initial weights.
@@ -66,6 +65,7 @@ def lookups_of(configs: Sequence[Any]) -> Lookups:
             config.embedding_dim,
             tuple(config.feature_names),
             _POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else "sum",
+            stored_dtype(config.data_type),
         )
         for config in configs
     )
@@ -100,11 +100,6 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
         seen.add(config.name)
         if isinstance(config, EmbeddingBagConfig) and config.pooling not in _POOLING:
             raise ConfigError(f"{where}: pooling {config.pooling} is not SUM or MEAN")
-        if config.data_type is not DataType.FP32:
-            raise ConfigError(
-                f"{where}: data_type {config.data_type} is not FP32; rows are float32, or float64 "
-                "with dtype=torch.float64"
-            )
         if config.use_virtual_table:
             raise ConfigError(f"{where}: use_virtual_table is not supported: give num_embeddings")
         if not config.feature_names:
