@@ -182,8 +182,9 @@ def test_updates_have_the_bits_of_the_reference(rule, dim, ieee_sqrt):
 
 
 @EACH_RULE
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", HALVES[:1] if kernels.INTERPRETED else HALVES)
 def test_halves_are_updated_in_float32_and_rounded_to_nearest(rule, dtype, ieee_sqrt):
+    """Triton's interpreter cuts bfloat16 off; what is compiled rounds (`test_triton_compiles`)."""
     weight, state, slots, gradient = random_rows(3, rule, 23, 50, 6)
     weight = weight.to(dtype)
     wide, kept = weight.float(), None if state is None else state.clone()
