@@ -240,7 +240,7 @@ def embedding_bound(mode: CachedParallel, distinct: int) -> int:
     for rows in mode.rows:
         cache = rows.cache
         total += (cache.slots + 2 * distinct) * rows.row_bytes
-        total += 3 * distinct * cache.dim * cache.dtype.itemsize
+        total += 3 * distinct * cache.dim * cache.kind.dtype.itemsize
     return total
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from distcache.compiled import array, compiled, i8, in4, in8, out4, out8, types
 from distcache.errors import MemoryTooSmallError, PlanError
+from distcache.layout import RowKind
 from distcache.ops import put
-from distcache.ops.reference import check_rows, take_rows
+from distcache.ops.reference import as_numpy, check_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.streams import Mark, Streams
 
@@ -47,53 +48,41 @@ class StagingRing:
     moves rows, never by the training loop) while the copy that reads it is on its way.
     """
 
-    def __init__(
-        self, count: int, widths: tuple[int, int], dtype: torch.dtype, streams: Streams
-    ) -> None:
-        """`widths`: D and S, elements of a row and of its state (S may be 0)."""
-        self._widths, self._dtype, self._streams = widths, dtype, streams
+    def __init__(self, count: int, kind: RowKind, streams: Streams) -> None:
+        """`kind`: of the rows."""
+        self._row_bytes, self._streams = kind.nbytes, streams
         self._buffers = [self._make(0)] * count
         self._busy = [Mark()] * count
         self._next = 0
 
     def take(self, rows: int) -> tuple[int, Tensor]:
-        """The next buffer: its number, for `release`, and `[rows * (D + S)]` of it.
+        """The next buffer: its number, for `release`, and uint8 of it for `RowKind.parts`.
 
         Raises MemoryTooSmallError where the host does not pin so much.
         """
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         self._streams.wait(self._busy[number])
-        if len(self._buffers[number]) < rows * sum(self._widths):
+        if len(self._buffers[number]) < rows * self._row_bytes:
             self._buffers[number] = self._make(int(rows * 1.25))  # so that it seldom grows
-        return number, self._buffers[number][: rows * sum(self._widths)]
+        return number, self._buffers[number][: rows * self._row_bytes]
 
     def release(self, number: int, mark: Mark) -> None:
         """The buffer may be written again once `mark` is reached."""
         self._busy[number] = mark
 
     def _make(self, rows: int) -> Tensor:
-        width, state = self._widths
-        pinned = self._streams.asynchronous
+        nbytes, pinned = rows * self._row_bytes, self._streams.asynchronous
         try:
-            return torch.empty(rows * (width + state), dtype=self._dtype, pin_memory=pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
-            wanted = describe_bytes(rows * (width + state) * self._dtype.itemsize)
+            wanted = describe_bytes(nbytes)
             raise MemoryTooSmallError(
                 f"the host did not give {wanted} of pinned memory for {rows} rows between the "
                 f"store and {self._streams.device}: {str(error).splitlines()[0]}; lower "
                 "data.global_batch_size or cache.prefetch, or raise the limit of locked memory "
                 "(ulimit -l)"
             ) from error
-
-
-def in_one_piece(memory: Tensor, widths: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    """The rows `[m, D]` and, where S > 0, their state `[m, S]` that lie in `[m * (D + S)]`, one
-    after the other; `widths`: D and S."""
-    dim, state = widths
-    rows = len(memory) // max(dim + state, 1)
-    first = memory[: rows * dim].view(rows, dim)
-    return first, memory[rows * dim :].view(rows, state) if state else None
 
 
 Index = Tensor | np.ndarray
@@ -171,14 +160,12 @@ class DeviceCache:
     def __init__(
         self,
         slots: int,
-        dim: int,
-        state_width: int,
-        dtype: torch.dtype,
+        kind: RowKind,
         device: torch.device | str,
         state_slots: StateSlots | None = None,
         validate: bool = True,
     ) -> None:
-        """C = `slots` free slots of D = `dim` and S = `state_width` elements of `dtype`.
+        """C = `slots` free slots for rows of `kind`.
 
         `state_slots`: those that have state; None: all. Raises MemoryTooSmallError where the
         device's memory does not hold them.
@@ -187,7 +174,7 @@ class DeviceCache:
         """
         self._validate = validate
         self._changed: deque[Index] = deque()
-        self.dim, self.state_width, self.dtype = dim, state_width, dtype
+        self.kind, self.dim, self.state_width = kind, kind.dim, kind.state_width
         self.state_slots = state_slots
         self.device = torch.device(device)
         self.weight, self.state = self._allocate(slots)
@@ -250,14 +237,14 @@ class DeviceCache:
             self._copy_in(self.state, where, state)
 
     def read(self, slots: Index) -> Tensor:
-        """Copies of rows and their state on the device, `[m * (D + S)]`, for `in_one_piece`.
+        """Copies of rows and their state on the device, uint8 for `RowKind.parts`.
 
         A slot that was just evicted may be read until it is filled again.
         """
         at = self._slots(slots)
-        where, widths = self._to_device(at), (self.dim, self.state_width)
-        memory = torch.empty(len(at) * sum(widths), dtype=self.dtype, device=self.device)
-        weight, state = in_one_piece(memory, widths)
+        where, nbytes = self._to_device(at), len(at) * self.kind.nbytes
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        weight, state = self.kind.parts(memory)
         _copy_out(self.weight, where, weight)
         if self.state is not None and state is not None:
             if self.state_slots is not None:
@@ -339,17 +326,19 @@ class DeviceCache:
         """Zeroed weights and state of `slots` slots; MemoryTooSmallError when there is no room."""
         what = f"a cache of {slots} slots x ({self.dim} + {self.state_width} of state)"
         stateful = slots if self.state_slots is None else self.state_slots.rows(slots)
-        nbytes = (slots * self.dim + stateful * self.state_width) * self.dtype.itemsize
+        nbytes = self.kind.bytes_of(slots, stateful)
         if self.device.type == "cpu":
             require_memory(nbytes, what, _WAY_OUT)
-        like = {"dtype": self.dtype, "device": self.device}
+        state, where = None, self.device
         try:
-            weight = torch.zeros(slots, self.dim, **like)
-            state = torch.zeros(stateful, self.state_width, **like) if self.state_width else None
+            weight = torch.zeros(slots, self.dim, dtype=self.kind.stored, device=where)
+            if self.state_width:
+                size = stateful, self.state_width
+                state = torch.zeros(size, dtype=self.kind.dtype, device=where)
         except RuntimeError as error:  # torch.OutOfMemoryError, or the CPU allocator's refusal
             raise MemoryTooSmallError(
                 f"{self.device} did not give {describe_bytes(nbytes)} for {what}, "
-                f"{self.dtype}: {str(error).splitlines()[0]}; {_WAY_OUT}"
+                f"{self.kind.stored}: {str(error).splitlines()[0]}; {_WAY_OUT}"
             ) from error
         return weight, state
 
@@ -382,7 +371,7 @@ def _copy_out(source: Tensor, where: Tensor, out: Tensor) -> None:
     if source.device.type != "cpu":
         torch.index_select(source, 0, where, out=out)
     else:
-        take_rows(source.numpy(), where.numpy(), out.numpy())
+        take_rows(as_numpy(source), where.numpy(), as_numpy(out))
 
 
 def _numpy(index: Index, dtype: type[np.signedinteger]) -> np.ndarray:

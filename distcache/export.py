@@ -16,6 +16,7 @@ import numpy as np
 from distcache.cli.compose import Line, run_command
 from distcache.config import option
 from distcache.errors import ConfigError, DistcacheError
+from distcache.ops.reference import as_numpy
 from distcache.store.table_files import Stored, read_ids, write_tables
 
 
@@ -108,7 +109,8 @@ def changed_rows(name: str, new: Stored, old: Stored | None) -> np.ndarray:
     for rows in new.ranges():
         stop = min(rows.stop, old.shape[0])
         if rows.start < stop:
-            now, was = (t.block(rows.start, stop).numpy().view(np.uint8) for t in (new, old))
+            blocks = (stored.block(rows.start, stop) for stored in (new, old))
+            now, was = (as_numpy(block).view(np.uint8) for block in blocks)
             found.append(rows.start + np.flatnonzero((now != was).any(axis=1)))
     return np.sort(np.concatenate(found))
 

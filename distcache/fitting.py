@@ -23,7 +23,7 @@ from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchCheck
 from distcache.data.own import Draws, OwnBatches, digest_of, eval_batches, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, stored_dtype
 from distcache.train import is_restart, needs_shared_folder, open_run_folder
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import RunIdentity, Start, TrainerState, check_run_folder
@@ -308,7 +308,8 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
             pooling = getattr(table.pooling, "name", table.pooling)
             features = tuple(table.feature_names)
             rows, dim = table.num_embeddings, table.embedding_dim
-            table = TableSpec(table.name, rows, dim, features, str(pooling).lower())
+            dtype = stored_dtype(getattr(table, "data_type", None))
+            table = TableSpec(table.name, rows, dim, features, str(pooling).lower(), dtype)
         found.append(table)
     refuse_if(not found, "tables is empty: give at least one table")
     return found

@@ -8,23 +8,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
 
 from distcache.errors import ConfigError
+
+HALVES = (torch.float16, torch.bfloat16)
+"""Dtypes of 2 bytes: rows are stored and moved in them, not updated."""
 
 _GOLDEN, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
+def stored_dtype(data_type: Any) -> torch.dtype | None:
+    """The `TableSpec.dtype` for a `data_type` of TorchRec's, or its name: bfloat16 of BF16, None
+    of FP32, and of all others, INT8 and INT4 among them, float16, as in its unsharded classes
+    (these take BF16 for float16 too, its sharded ones do not)."""
+    dtypes = {"FP32": None, "BF16": torch.bfloat16}
+    return dtypes.get(getattr(data_type, "name", data_type or "FP32"), torch.float16)
+
+
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table: `rows` x `dim`, read by one or more features."""
+    """One embedding table: `rows` x `dim`, read by one or more features.
+
+    `dtype`: of its weights where they are stored, cached and moved, one of `HALVES`; None: that in
+    which they are updated, and which their optimizer state always has.
+    """
 
     name: str
     rows: int
     dim: int
     features: tuple[str, ...]
     pooling: str = "sum"
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -37,6 +55,16 @@ class TableSpec:
             raise ConfigError(
                 f"table {self.name!r}: pooling {self.pooling!r} is not 'sum' or 'mean'"
             )
+        if self.dtype not in (None, *HALVES):
+            raise ConfigError(
+                f"table {self.name!r}: dtype={self.dtype}: give torch.float16, torch.bfloat16 or "
+                "None, the dtype in which rows are updated"
+            )
+
+    def width(self, itemsize: int) -> int:
+        """How many elements of `itemsize` bytes take as much as the weights of a row."""
+        own = itemsize if self.dtype is None else self.dtype.itemsize
+        return -(-self.dim * own // itemsize)
 
 
 def mix(block: np.ndarray) -> np.ndarray:
@@ -55,7 +83,8 @@ def mix(block: np.ndarray) -> np.ndarray:
 
 
 class RowLayout:
-    """The row numbers of one group of tables of one width, and the home rank of every row.
+    """The row numbers of one group of tables of one width and dtype, and the home rank of every
+    row.
 
     Tables lie one after the other: row = offset[table] + id. Every run of W rows visits every
     rank once: home(row) = (row + mix(row // W)) % W; a home's dense local index is row // W.
@@ -65,6 +94,7 @@ class RowLayout:
         dims = {table.dim for table in tables}
         if len(dims) != 1:
             raise ConfigError(f"a group holds tables of one width, got {sorted(dims)}")
+        self.dtype = tables[0].dtype
         self.tables = tuple(tables)
         self.world_size = world_size
         self.dim = dims.pop()
@@ -80,6 +110,10 @@ class RowLayout:
     def most_rows(self) -> int:
         """Local rows of the home that has most: of all of them."""
         return self.local_rows
+
+    def kind(self, state_width: int, dtype: torch.dtype) -> RowKind:
+        """What a row is whose optimizer state is `state_width` numbers of `dtype`."""
+        return RowKind(self.dim, state_width, dtype, self.dtype or dtype)
 
     def home(self, rows: np.ndarray) -> np.ndarray:
         """Home rank of each row (int64)."""
@@ -101,11 +135,47 @@ class RowLayout:
         return local * self.world_size + (home - mix(local)) % self.world_size
 
 
+@dataclass(frozen=True)
+class RowKind:
+    """A row in memory: D = `dim` weights of dtype `stored`, and S = `state_width` numbers of
+    optimizer state of `dtype`, in which rows are updated."""
+
+    dim: int
+    state_width: int
+    dtype: torch.dtype
+    stored: torch.dtype
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of weights and of state."""
+        return self.stored, self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row and its state."""
+        return self.bytes_of(1, 1)
+
+    def bytes_of(self, rows: int, states: int) -> int:
+        """Bytes of the weights of `rows` rows and the state of `states` of them."""
+        weights = rows * self.dim * self.stored.itemsize
+        return weights + states * self.state_width * self.dtype.itemsize
+
+    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows `[m, D]`, and their state `[m, S]` where S > 0, that lie in `memory`, uint8
+        `[m * nbytes]`: the state, whose elements are no smaller, comes first."""
+        rows = len(memory) // max(self.nbytes, 1)
+        at = rows * self.state_width * self.dtype.itemsize
+        weight = memory[at:].view(self.stored).view(rows, self.dim)
+        if not self.state_width:
+            return weight, None
+        return weight, memory[:at].view(self.dtype).view(rows, self.state_width)
+
+
 def group_tables(tables: Sequence[TableSpec]) -> list[list[int]]:
-    """Indices of tables by group (one width each), in order of first appearance."""
-    groups: dict[int, list[int]] = {}
+    """Indices of tables by group (one width and dtype each), in order of first appearance."""
+    groups: dict[tuple[int, torch.dtype | None], list[int]] = {}
     for index, table in enumerate(tables):
-        groups.setdefault(table.dim, []).append(index)
+        groups.setdefault((table.dim, table.dtype), []).append(index)
     return list(groups.values())
 
 

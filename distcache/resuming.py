@@ -225,10 +225,11 @@ class _Loop:
         found: dict[str, str] = {}
         for path, collection in self._collections.items():
             own = collection.tables
-            how = f"{own.settings.dtype}, {replace(own.engine.update, lr=0.0)}"
+            how = replace(own.engine.update, lr=0.0)
             for table in own.tables:
-                name = ".".join(filter(None, (path, table.name)))
-                found[f"table {name}"] = f"{table.rows} x {table.dim}, {how}"
+                name, dtype = ".".join(filter(None, (path, table.name))), own.settings.dtype
+                dtype = dtype if table.dtype is None else f"{table.dtype} updated in {dtype}"
+                found[f"table {name}"] = f"{table.rows} x {table.dim}, {dtype}, {how}"
         for name, value in self._dense().items():
             plain = isinstance(value, Tensor)
             found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"

@@ -5,7 +5,7 @@ A scenario has one reference, `resident`; whatever is drawn for it has its bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,13 @@ from distcache.store.rows import ACCESS
 
 TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4), table("d", 1))
 MEANS = (table("a", 200, pooling="mean"), table("c", 30, dim=4), table("e", 90, dim=12))
+HALVES = tuple(
+    replace(own, dtype=dtype)
+    for own, dtype in zip(
+        TABLES, (torch.float16, torch.bfloat16, torch.bfloat16, None), strict=True
+    )
+)
+"""Tables of which some are stored in 2 bytes an element: groups of one width and three dtypes."""
 KINDS = ("sharded", "mixed", "home", "mixed home")
 POLICIES = [Policy(), Policy(), Policy(tail="lru"), Policy("lru"), Policy("lfu", "lru")]
 POLICIES += [Policy(tail="frequency"), Policy("static")]

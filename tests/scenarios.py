@@ -212,12 +212,13 @@ def finish(mode, scenario: Scenario, losses: list[float]) -> Outcome:
     mode.flush()
     blocks = [mode.table_block(index, 0, t.rows) for index, t in enumerate(scenario.tables)]
     pairs = zip(scenario.tables, blocks, strict=True)  # on several nodes rank 0 alone has them
-    tables = {spec.name: block.clone().numpy() for spec, block in pairs if block is not None}
+    wide = {spec.name: block.to(scenario.dtype) for spec, block in pairs if block is not None}
+    tables = {name: block.clone().numpy() for name, block in wide.items()}
     dense = {name: value.cpu().clone().numpy() for name, value in mode.dense_state().items()}
     state = hashlib.sha256()
     for value in (*tables.values(), *dense.values()):
         state.update(np.ascontiguousarray(value))
-    cached = mode.rows[0].cache.weight.clone().cpu().numpy()
+    cached = mode.rows[0].cache.weight.to("cpu", scenario.dtype, copy=True).numpy()
     summary = mode.summary()
     mode.close()
     return Outcome(losses, tables, dense, summary, state.hexdigest(), cached)

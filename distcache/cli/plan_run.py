@@ -49,6 +49,7 @@ from distcache.cost.predict import (
 )
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.errors import DistcacheError
+from distcache.layout import stored_dtype
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
@@ -75,6 +76,7 @@ class Options:
     zipf: list[float] = option([1.05], "exponent of each table, or one for all")
     bag_size: list[float] = option([1.0], "ids of a sample in each table, or one for all")
     width: list[int] = option([16], "width D of each table, or one for all")
+    data_type: str = option("FP32", "rows as stored, cached and moved: FP32, FP16 or BF16")
     batch: int = option(2048, "samples of one rank and step (b)")
     optim: OptimConfig = field(default_factory=OptimConfig)
     dense_parameters: int = option(-1, "of the dense part; -1: those of the default DLRM")
@@ -214,7 +216,8 @@ def parse_request(line: Line[Options]) -> Request:
         how = "give the rows of each table, '{t_cat_0: 1000}'"
         refuse_if(not known, f"replicated_rows={rows}: {how}")
         rows = {str(name): count for name, count in rows.items()}
-    sources, update = tuple(_sources(options, given)), row_update(options.optim.name, 0.0)
+    stored, update = stored_dtype(options.data_type), row_update(options.optim.name, 0.0)
+    sources = tuple(replace(source, stored=stored) for source in _sources(options, given))
     links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
     output = output_folder(options.output, "runs/plan-")
     return Request(options, sources, update, *links, memory, rows, output)
@@ -223,7 +226,7 @@ def parse_request(line: Line[Options]) -> Request:
 def _check_choices(options: Options, given: Collection[str]) -> None:
     """Raise ConfigError for a name that is none, and for keys that exclude each other."""
     choices = {"objective": OBJECTIVES, "state": _STATES, "device": list(DEVICES)}
-    choices |= {"access": ACCESS}
+    choices |= {"access": ACCESS, "data_type": ("FP32", "FP16", "BF16")}
     for key, words in choices.items():
         one_of(key, getattr(options, key), words)
     refuse_if(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
@@ -30,7 +31,8 @@ class TableSource:
     """A table whose use is predicted: `rows` x `dim`, `lookups` ids of it in a sample on average.
 
     `name`: of the table; `features`: that read it, for the pooled vectors of hybrid layouts;
-    `counted`: lookups that were counted, None where the law is known.
+    `counted`: lookups that were counted, None where the law is known; `stored`: as
+    `TableSpec.dtype`.
     """
 
     name: str
@@ -40,6 +42,7 @@ class TableSource:
     curve: Curve
     features: int = 1
     counted: float | None = None
+    stored: torch.dtype | None = None
 
 
 def zipf_sources(
@@ -181,14 +184,15 @@ def _sum_of(parts: str, name: str) -> property:
 
 @dataclass(frozen=True)
 class GroupDemand:
-    """Tables of one width, and of all of them what `TableDemand` says of one (`rows`: V).
+    """Tables of one width and dtype, and of all of them what `TableDemand` says of one (`rows`: V).
 
-    `dim` D; `state_width` S: floats of optimizer state per row.
+    `dim` D; `state_width` S: floats of optimizer state per row; `stored` as of `TableSource`.
     """
 
     tables: tuple[TableDemand, ...]
     dim: int
     state_width: int
+    stored: torch.dtype | None = None
 
     rows = _sum_of("tables", "rows")
     rank_rows = _sum_of("tables", "rank_rows")
@@ -202,8 +206,14 @@ class GroupDemand:
         """The replicated prefixes of all tables, and the rest."""
         pairs = [t.split(k) for t, k in zip(self.tables, prefixes, strict=True)]
         parts = (tuple(pair[side] for pair in pairs) for side in (0, 1))
-        hot, cold = (GroupDemand(tables, self.dim, self.state_width) for tables in parts)
+        hot, cold = (replace(self, tables=tables) for tables in parts)
         return hot, cold
+
+    def row_bytes(self, itemsize: int, state: float = 0.0) -> float:
+        """Bytes of a row as it is stored and moved, with so many elements of state, where elements
+        have `itemsize` bytes."""
+        own = itemsize if self.stored is None else self.stored.itemsize
+        return self.dim * own + state * itemsize
 
     def buffers(self, world_size: int) -> tuple[float, float, float]:
         """Rows that there is room for (`room_for`): of a rank, of all ranks, and of one home.
@@ -344,15 +354,19 @@ def demand_at(
     """The demand of a step of W = `world_size` ranks with `batch` samples (b) each.
 
     `state_widths`: S of each table's rows; `local_ranks`: ranks of each node. Tables of one width
-    are a group, in order of first appearance (as `layout.group_tables`).
+    and dtype are a group, in order of first appearance (as `layout.group_tables`).
     """
-    groups: dict[int, list[TableDemand]] = {}
+    groups: dict[tuple[int, torch.dtype | None], list[TableDemand]] = {}
     states: dict[int, int] = {}
     for source, state in zip(sources, state_widths, strict=True):
-        groups.setdefault(source.dim, []).append(_table(source, batch, world_size, local_ranks))
+        own = _table(source, batch, world_size, local_ranks)
+        groups.setdefault((source.dim, source.stored), []).append(own)
         states[source.dim] = state
     return Demand(
-        tuple(GroupDemand(tuple(tables), dim, states[dim]) for dim, tables in groups.items()),
+        tuple(
+            GroupDemand(tuple(tables), dim, states[dim], stored)
+            for (dim, stored), tables in groups.items()
+        ),
         world_size,
         batch,
         local_ranks,

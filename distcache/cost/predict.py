@@ -323,7 +323,7 @@ def _cached(
             exchanges += replicated_exchanges(part.rows, world, own.fetched, item, state)
         else:
             exchanges += sharded_exchanges(part.rows, world, item, cluster.nodes)
-        row = (part.rows.dim + part.rows.state_width) * item
+        row = part.rows.row_bytes(item, part.rows.state_width)
         host_in += own.fetched / world * row
         host_out += own.written_back / world * row
         hits += own

@@ -136,12 +136,13 @@ def replicated_exchanges(
 
     Rows are fetched with their state unless that lies at home, which sends back sums, or rows.
     """
-    k, row = remote_share(world_size), group.dim * itemsize
-    filled = row if state == AT_HOME else row + group.state_width * itemsize
+    k, gradient = remote_share(world_size), group.dim * itemsize
+    filled = group.row_bytes(itemsize, 0 if state == AT_HOME else group.state_width)
+    back = group.row_bytes(itemsize) if state == AT_HOME else gradient
     return [
         Exchange("fill", k * fetched * filled, pattern=SPREAD),
-        Exchange("row_gradients", k * group.rank_rows * row),
-        Exchange("row_sums", k * group.world_rows * row, pattern=SPREAD),
+        Exchange("row_gradients", k * group.rank_rows * gradient),
+        Exchange("row_sums", k * group.world_rows * back, pattern=SPREAD),
     ]
 
 
@@ -154,7 +155,8 @@ def sharded_exchanges(
     home is on another node comes to one of the ranks of a node that named it, and from that to the
     others.
     """
-    row, k, local = group.dim * itemsize, remote_share(world_size), world_size // nodes
+    row, gradient = group.row_bytes(itemsize), group.dim * itemsize
+    k, local = remote_share(world_size), world_size // nodes
     stages = {
         "late_rows": (group.late_rows, group.late_node_rows),
         "early_rows": (group.rank_rows - group.late_rows, group.node_rows - group.late_node_rows),
@@ -167,7 +169,7 @@ def sharded_exchanges(
         else:
             crossing = (world_size - local) / world_size * (node * row) / local
             found.append(Exchange(stage, sent, pattern=SHARED, crossing=crossing))
-    return [*found, Exchange("row_gradients", k * group.rank_rows * row)]
+    return [*found, Exchange("row_gradients", k * group.rank_rows * gradient)]
 
 
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
@@ -231,16 +233,15 @@ def cache_memory(parts: Sequence[Part], world_size: int, itemsize: int, state: s
     replicated, of the own ones and, at their home, those that come from others where they are
     sharded. There is room to spare (`room_for`). `state`: where that of replicated rows lies.
     """
-    floats = 0.0
+    nbytes = 0.0
     for part in parts:
-        dim, width = part.rows.dim, part.rows.state_width
+        dim, held = part.rows.dim, part.rows.state_width * 1.0
         rank_rows, world_rows, home_rows = part.rows.buffers(world_size)
-        if part.copied:
-            held = width / world_size if state == AT_HOME else width
-            floats += part.slots * (dim + held) + 2 * dim * world_rows
-        else:
-            floats += part.slots * (dim + width) + dim * (3 * rank_rows + home_rows)
-    return floats * itemsize
+        kept = 2 * world_rows if part.copied else 3 * rank_rows + home_rows
+        if part.copied and state == AT_HOME:
+            held /= world_size
+        nbytes += part.slots * part.rows.row_bytes(itemsize, held) + dim * itemsize * kept
+    return nbytes
 
 
 def hybrid_memory(

@@ -17,13 +17,12 @@ from torch import Tensor
 from distcache.data.batch import Batch, JaggedIds
 from distcache.embedding.theirs import (
     BaseEmbeddingConfig,
-    DataType,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
     PoolingType,
 )
 from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, stored_dtype
 
 S = TypeVar("S")
 
@@ -71,6 +70,7 @@ def lookups_of(configs: Sequence[Any]) -> Lookups:
             config.embedding_dim,
             tuple(config.feature_names),
             _POOLING.get(getattr(config, "pooling", "sum"), "sum"),
+            stored_dtype(getattr(config, "data_type", None)),
         )
         for config in configs
     )
@@ -105,11 +105,6 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
         seen.add(config.name)
         if isinstance(config, EmbeddingBagConfig) and config.pooling not in _POOLING:
             raise ConfigError(f"{where}: pooling {config.pooling} is not SUM or MEAN")
-        if config.data_type is not DataType.FP32:
-            raise ConfigError(
-                f"{where}: data_type {config.data_type} is not FP32; rows are float32, or float64 "
-                "with dtype=torch.float64"
-            )
         if config.use_virtual_table:
             raise ConfigError(f"{where}: use_virtual_table is not supported: give num_embeddings")
         if not config.feature_names:

@@ -166,9 +166,10 @@ class Membership:
         if known and all(weight.is_meta == on_meta for weight in known.values()):
             return known
         if on_meta:
-            dtype = self.recipe.settings.dtype
-            sizes = ((spec.rows, spec.dim) for spec in specs)
-            made = [nn.Parameter(torch.empty(s, dtype=dtype, device="meta")) for s in sizes]
+            other = self.recipe.settings.dtype
+            sizes = ((spec.rows, spec.dim, spec.dtype or other) for spec in specs)
+            made = [torch.empty(*size, dtype=own, device="meta") for *size, own in sizes]
+            made = [nn.Parameter(empty) for empty in made]
         else:
             made = self.tables.weights() if specs else []
         self.weights = {spec.name: own for spec, own in zip(specs, made, strict=True)}

@@ -154,7 +154,8 @@ class TableState(Mapping[str, Tensor]):
 class RowOptimizer(KeyedOptimizer):
     """Applies the row gradients of a step; its parameters are the step's row leaves.
 
-    One parameter `[U, D]` for each width of table: the distinct rows of the step's global batch,
+    One parameter `[U, D]` for each width and data type of table, in the dtype in which rows are
+    updated (float32, also of those that are stored in half of it): the distinct rows of the batch,
     whose `.grad` is the gradient to apply, the same on every rank, once the last backward pass of
     the step is over. `param_groups[0]` has the rate, `lr`, and `weight_decay`; where tables have
     their own, there is one group for each, in the order of tables, and the parameters, which are of

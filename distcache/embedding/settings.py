@@ -235,7 +235,7 @@ class Recipe:
     parameters: StepParameters
 
     def no_leaves(self) -> list[Tensor]:
-        """The parameters of the optimizer where no step is open: empty, one for each width."""
+        """The parameters of the optimizer where no step is open: empty, one for each group."""
         specs, dtype = self.lookups.specs, self.settings.dtype
         return [
             torch.zeros(0, specs[at].dim, dtype=dtype, device=self.device).requires_grad_()

@@ -27,8 +27,8 @@ torch's generator, as TorchRec's does; drawing takes about a second there, and g
 
 def draws(recipe: Recipe) -> bool:
     """Whether initial rows come from torch's generator."""
-    own, specs = recipe.settings, recipe.lookups.specs
-    size = sum(spec.rows * spec.dim for spec in specs) * torch.float32.itemsize
+    own, specs, itemsize = recipe.settings, recipe.lookups.specs, torch.float32.itemsize
+    size = sum(spec.rows * spec.width(itemsize) for spec in specs) * itemsize
     return own.init == "torch" or (own.init == "auto" and own.seed is None and size <= DRAWN_BYTES)
 
 
@@ -36,8 +36,8 @@ def draws(recipe: Recipe) -> bool:
 def draw_weights(
     recipe: Recipe, before: Sequence[Tensor] | None = None, again: bool = False
 ) -> list[Tensor] | None:
-    """Each table's initial weights, float32 `[rows, D]` on the CPU, as TorchRec's class draws them
-    on the recipe's device; None where they come otherwise.
+    """Each table's initial weights, float32 or halves `[rows, D]` on the CPU, as TorchRec's class
+    draws them on the recipe's device; None where they come otherwise.
 
     TorchRec makes `nn.Embedding`s or `nn.EmbeddingBag`s, which draw from a normal distribution, and
     then lets each config's `init_fn` fill the weights: table by table, or, if bags come out, after
@@ -47,9 +47,10 @@ def draw_weights(
         return None
     where = recipe.device
     if before is None:
-        dtypes = [getattr(own, "dtype", torch.float32) for own in recipe.configs]
-        pairs = zip(recipe.lookups.specs, dtypes, strict=True)
-        before = [torch.empty(s.rows, s.dim, dtype=kind, device="meta") for s, kind in pairs]
+        given = [getattr(own, "dtype", torch.float32) for own in recipe.configs]
+        pairs = zip(recipe.lookups.specs, given, strict=True)
+        sizes = ((s.rows, s.dim, s.dtype or kind) for s, kind in pairs)
+        before = [torch.empty(*size, dtype=own, device="meta") for *size, own in sizes]
     found: list[Tensor] = []
     for weight, config in zip(before, recipe.configs, strict=True):
         on_meta = weight.is_meta

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.cache import FOREIGN, DeviceCache, StagingRing, in_one_piece
+from distcache.cache import FOREIGN, DeviceCache, StagingRing
 from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
 from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
 from distcache.engine.groups import RegionSlots, TableGroup
@@ -27,7 +27,7 @@ from distcache.engine.step import (
     Stage,
     running,
 )
-from distcache.layout import RowLayout
+from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops import put
 from distcache.optim import RowUpdate, apply_rows
 from distcache.step_plan import StepPlan, Transfer
@@ -59,23 +59,22 @@ class Staged:
         self,
         store: RowStore,
         device: torch.device,
-        widths: tuple[int, int],
         streams: Streams,
         prefetch: int,
     ) -> None:
-        """`widths`: D and S; `prefetch`: P, which bounds the steps whose rows lie in buffers."""
+        """`prefetch`: P, which bounds the steps whose rows lie in buffers."""
         self._store, self._device, self._streams = store, device, streams
-        self._widths = widths
-        self._arriving = StagingRing(prefetch + 2, widths, store.dtype, streams)
-        self._leaving = StagingRing(1, widths, store.dtype, streams)
+        self._kind = store.kind
+        self._arriving = StagingRing(prefetch + 2, self._kind, streams)
+        self._leaving = StagingRing(1, self._kind, streams)
 
     def gather(self, rows: Tensor) -> Gathered:
         """Copies of the rows in the next staging buffer."""
         number, buffer = self._arriving.take(rows.shape[0])
-        self._store.gather(rows, out=in_one_piece(buffer, self._widths))
+        self._store.gather(rows, out=self._kind.parts(buffer))
 
         def read() -> Rows:
-            return in_one_piece(buffer.to(self._device, non_blocking=True), self._widths)
+            return self._kind.parts(buffer.to(self._device, non_blocking=True))
 
         def release() -> None:  # the buffer may be used again once the copy from it is through
             self._arriving.release(number, self._streams.mark(COPY_IN))
@@ -86,7 +85,7 @@ class Staged:
         """Send the rows (`DeviceCache.read`) on the current stream; call it, before the next `put`,
         to wait until they are here, and scatter them."""
         if not self._streams.asynchronous:
-            return partial(self._store.scatter, rows, *in_one_piece(memory, self._widths))
+            return partial(self._store.scatter, rows, *self._kind.parts(memory))
         number, buffer = self._leaving.take(rows.shape[0])
         buffer.copy_(memory, non_blocking=True)
         sent = Mark(torch.cuda.current_stream(self._device).record_event())
@@ -94,7 +93,7 @@ class Staged:
 
         def land() -> None:
             self._streams.wait(sent)
-            self._store.scatter(rows, *in_one_piece(buffer, self._widths))
+            self._store.scatter(rows, *self._kind.parts(buffer))
 
         return land
 
@@ -108,12 +107,10 @@ class InPlace:
     Reads come after the write-backs of their own and of earlier steps, as `fill` does.
     """
 
-    def __init__(
-        self, rows: DirectRows, widths: tuple[int, int], wait: Callable[[Mark], None]
-    ) -> None:
-        """`rows`: of a store that is open to the device; `widths`: D and S; `wait`: of the host for
-        a mark."""
-        self._rows, self._widths, self._wait = rows, widths, wait
+    def __init__(self, rows: DirectRows, kind: RowKind, wait: Callable[[Mark], None]) -> None:
+        """`rows`: of a store of `kind` that is open to the device; `wait`: of the host for a
+        mark."""
+        self._rows, self._kind, self._wait = rows, kind, wait
 
     def gather(self, rows: Tensor) -> Gathered:
         """Nothing to do on the host."""
@@ -122,7 +119,7 @@ class InPlace:
     def put(self, rows: Tensor, memory: Tensor) -> Callable[[], None]:
         """Write the rows (`DeviceCache.read`) on the current stream; the host has nothing to do
         later."""
-        self._rows.write(rows, *in_one_piece(memory, self._widths))
+        self._rows.write(rows, *self._kind.parts(memory))
         return _nothing
 
     def settle(self) -> None:
@@ -196,7 +193,7 @@ class GroupRows:
         self.link, self.streams = link, streams
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
-        self.row_bytes = (cache.dim + cache.state_width) * cache.dtype.itemsize
+        self.row_bytes = cache.kind.nbytes
         self.grown = False
         """Whether the slots lie in new memory, which other streams do not know of yet."""
         self.old: OldRows | None = None
@@ -204,12 +201,11 @@ class GroupRows:
         self.marks: dict[int, np.ndarray] = {}
         """Of each mark, a bit for every row of this home: whether it was written since."""
         self._access: Access | None = None
-        widths = (cache.dim, cache.state_width)
         if store is not None and store.direct is not None:
             settle = partial(link.settle, "rows on their way to the store")
-            self._access = InPlace(store.direct, widths, settle)
+            self._access = InPlace(store.direct, cache.kind, settle)
         elif store is not None:
-            self._access = Staged(store, cache.device, widths, streams, prefetch)
+            self._access = Staged(store, cache.device, streams, prefetch)
 
     def write_back(self, plan: StepPlan, counts: MoveCounts) -> Callable[[], None]:
         """Send the dirty rows that leave to the store, cache[evict_slots] -> store[evict_rows].
@@ -290,14 +286,13 @@ class GroupRows:
         was read once, by the home; the copies travel over the device group."""
         rank, size, (weight, state) = link.world.rank, link.world.size, values
         if size > 1:
-            device, width = self.cache.device, self.cache.dim
+            device, both = self.cache.device, self.cache.state_slots is None
             rows = weight.to(device, non_blocking=True)
             if state is not None:
                 state = state.to(device, non_blocking=True)
-            both = state is not None and self.cache.state_slots is None
-            rows = torch.cat((rows, state), dim=1) if both else rows
-            rows = spread(link, rows, counts, ROWS, what)
-            weight, state = rows[:, :width], rows[:, width:] if both else state
+            joined = joined_rows(rows, state if both else None)
+            weight, other = parted_rows(spread(link, joined, counts, ROWS, what), self.cache.kind)
+            state = other if both else state
         on_host, where = slots
         if on_host.shape[0]:
             names = np.full(on_host.shape[0], FOREIGN, dtype=np.int64)
@@ -311,7 +306,11 @@ class GroupRows:
     def leaf(self, plan: StepPlan, where: Tensor) -> Tensor:
         """A copy of the step's replicated rows in canonical order, `[U, D]`, on the device;
         `where`: their slots there."""
-        return self.cache.gather(plan.slots, where)
+        return self.updatable(self.cache.gather(plan.slots, where))
+
+    def updatable(self, rows: Tensor) -> Tensor:
+        """Rows in the dtype in which they are updated."""
+        return rows.to(self.cache.kind.dtype)
 
     def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
         """Send sharded rows to the ranks that named them; what comes here, `[r, D]`, by `places`.
@@ -321,13 +320,13 @@ class GroupRows:
         """
         rows, relay = self.cache.gather(transfer.slots, there.slots), there.relay
         counts = transfer.send_counts, transfer.receive_counts
-        came = link.start_all_to_all(rows, *counts, ROWS, what)()
-        if relay is None:
-            return came
-        passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
-        counts = relay.pass_counts, relay.receive_counts
-        others = link.start_all_to_all(passed, *counts, ROWS, what, inside=True)()
-        return torch.cat((came, others)).index_select(0, relay.order)
+        came = link.start_all_to_all(joined_rows(rows), *counts, ROWS, what)()
+        if relay is not None:
+            passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
+            counts = relay.pass_counts, relay.receive_counts
+            others = link.start_all_to_all(passed, *counts, ROWS, what, inside=True)()
+            came = torch.cat((came, others)).index_select(0, relay.order)
+        return came.view(rows.dtype)
 
     def apply(
         self,
@@ -385,8 +384,8 @@ class GroupRows:
         """
         mine = plan.home_slice(link.world.rank)
         own = self.cache.gather(plan.slots[mine], where[mine])
-        rows = to_all(link, plan, own, f"updated rows {plan.step}")
-        put(self.cache.weight, where, rows)
+        rows = to_all(link, plan, joined_rows(own), f"updated rows {plan.step}")
+        put(self.cache.weight, where, rows.view(own.dtype))
 
     def flush(self) -> None:
         """Write this home's dirty rows to the store, and wait for them; they stay cached."""
@@ -422,6 +421,24 @@ class GroupRows:
         counts.rows_written_back += slots.shape[0]
         counts.device_to_host_bytes += slots.shape[0] * self.row_bytes
         return self._access.put(rows, self.cache.read(slots))
+
+
+def joined_rows(weight: Tensor, state: Tensor | None = None) -> Tensor:
+    """Rows, followed by their state, as one tensor for other ranks: bytes where their dtypes differ
+    or are none that every backend knows."""
+    if weight.dtype in HALVES:
+        weight, state = (t if t is None else t.view(torch.uint8) for t in (weight, state))
+    return weight if state is None else torch.cat((weight, state), dim=1)
+
+
+def parted_rows(joined: Tensor, kind: RowKind) -> Rows:
+    """Rows, and what state follows them, of `joined_rows` that came from other ranks."""
+    width = kind.dim * kind.stored.itemsize // joined.itemsize
+    weight, state = joined[:, :width], joined[:, width:]
+    if joined.dtype == torch.uint8:
+        weight = weight.contiguous().view(kind.stored)
+        state = state.contiguous().view(kind.dtype)
+    return weight, state if state.shape[1] else None
 
 
 def marked_ids(layout: RowLayout, home: int, bits: np.ndarray) -> list[np.ndarray]:

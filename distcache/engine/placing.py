@@ -196,7 +196,8 @@ class CacheRequest:
         """What a step needs of each rank, from the statistics."""
         tables, ranks = known.tables, cluster.ranks
         sources = counted_sources(known.statistics, [table.dim for table in tables])
-        named = [replace(own, name=of.name) for own, of in zip(sources, tables, strict=True)]
+        pairs = zip(sources, tables, strict=True)
+        named = [replace(own, name=of.name, stored=of.dtype) for own, of in pairs]
         widths = [self.update.state_width(table.dim) for table in tables]
         return demand_at(named, widths, self.batch / ranks, ranks, cluster.local_ranks)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from distcache.engine.movement import GroupRows
 from distcache.engine.whole import WholeTables
 from distcache.errors import DistcacheError
+from distcache.ops.reference import as_numpy
 from distcache.store.old_rows import OldRows, read_old
 
 
@@ -40,14 +41,14 @@ class Snapshot:
         if store is None:
             raise DistcacheError(f"{name} lies on the device: it has no snapshot")
         # NumPy: torch would start a pool of threads for this one, beside that of training.
-        block = now.detach().numpy().copy()
+        block = as_numpy(now).copy()
         places = first + ids
         ends = int(places[0]), int(places[-1]) + 1
         for changed, values in read_old(self._folder, group, store, *ends, state):
             at = np.searchsorted(places, changed)
             own = places[at] == changed
             block[at[own]] = values[own, columns]
-        return torch.from_numpy(block)
+        return torch.from_numpy(block).view(now.dtype)
 
     @property
     def error(self) -> OSError | None:

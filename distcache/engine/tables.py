@@ -276,8 +276,8 @@ class CachedTables:
             own = flight.sharded[at] if flight.sharded else None
             if own is None or plan.distinct:
                 leaf = rows.leaf(plan, flight.where[at].slots)
-                own = leaf if own is None else torch.cat((leaf, own))
-            flight.leaves.append(own)
+                own = leaf if own is None else torch.cat((leaf, rows.updatable(own)))
+            flight.leaves.append(rows.updatable(own))
         return flight.leaves
 
     def _share(self, flight: Flight) -> None:
@@ -617,7 +617,8 @@ class StepRows:
                 own = leaf if whole else leaf.detach()[mine].requires_grad_()
                 replicated.append(RowPart(place, own, home, sharded=False))
             if plan.shard is not None and there is not None:
-                own = rows.cache.gather(plan.shard.slots, there.slots).requires_grad_()
+                own = rows.updatable(rows.cache.gather(plan.shard.slots, there.slots))
+                own = own.requires_grad_()
                 sharded.append(RowPart(place, own, at_home=True, sharded=True))
         self.parts = [*replicated, *sharded]
         homes = any(part.at_home for part in self.parts)

@@ -33,10 +33,17 @@ from distcache.engine.groups import (
     region_slots,
     state_slots,
 )
-from distcache.engine.movement import GroupRows, MoveCounts, marked_ids
+from distcache.engine.movement import (
+    GroupRows,
+    MoveCounts,
+    joined_rows,
+    marked_ids,
+    parted_rows,
+)
 from distcache.engine.planning import Region, StreamPlanner, home_regions
 from distcache.errors import DistcacheError, PlanError
 from distcache.layout import TableSpec
+from distcache.ops.reference import as_numpy
 from distcache.optim import RowUpdate
 from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
 from distcache.planner.shard import HotLayout
@@ -131,24 +138,20 @@ def _make_caches(
     """A cache of `slots[g]` for every group; `resident` has every row in it."""
     parts = []
     for group, count in zip(groups, slots, strict=True):
-        width, own = (
-            update.state_width(group.dim),
-            state_slots(count, world, settings.placed(world)),
-        )
-        parts.append((group, count.all, width, own))
+        kind = group.layout.kind(update.state_width(group.dim), settings.dtype)
+        parts.append((group, count.all, kind, state_slots(count, world, settings.placed(world))))
     if world.device.type == "cpu":  # pages come with their first touch: count all at once
-        floats = 0
-        for group, count, width, own in parts:
-            floats += count * group.dim + (count if own is None else own.rows(count)) * width
+        nbytes = 0
+        for _, count, kind, own in parts:
+            nbytes += kind.bytes_of(count, count if own is None else own.rows(count))
         require_memory(
-            floats * settings.dtype.itemsize * world.local_size,
+            nbytes * world.local_size,
             f"the slots of {world.local_size} local ranks",
             "lower cache.rows (or cache.ratio, cache.bytes), use fewer ranks or more memory",
         )
     made = []
-    for group, count, width, own in parts:
-        size = (count, group.dim, width, settings.dtype, world.device)
-        made.append(DeviceCache(*size, state_slots=own, validate=settings.validate))
+    for group, count, kind, own in parts:
+        made.append(DeviceCache(count, kind, world.device, own, settings.validate))
         if settings.mode == "resident":
             # Every row in the slot of its own number, from the bits that a store would have.
             put = partial(put_block, made[-1].weight)
@@ -304,12 +307,12 @@ class RowExchange:
     def bring(self, ids: Sequence[range]) -> Rows:
         """Weights `[m, D]` and state `[m, S]` (None where S = 0) of this rank's ids."""
         store, route = self._store, _Route(self._world, self._store, self._wanted(ids))
-        sent, what = _joined(store.gather(route.sent)), "rows of tables"
+        sent, what = joined_rows(*store.gather(route.sent)), "rows of tables"
         arrived = self._link.start_all_to_all(sent, route.sends, route.receives, ROWS, what)()
-        near = _joined(store.gather(route.near_rows))
+        near = joined_rows(*store.gather(route.near_rows))
         found = near.new_empty((len(ids[self._world.rank]), near.shape[1]))
         found[route.near], found[route.far] = near, arrived
-        return _parted(found, store)
+        return parted_rows(found, store.kind)
 
     def put(self, ids: Sequence[range], values: Rows) -> None:
         """Write this rank's values of its ids to the stores of their homes.
@@ -318,7 +321,7 @@ class RowExchange:
         ranks have returned.
         """
         store, route = self._store, _Route(self._world, self._store, self._wanted(ids))
-        joined, what = _joined(values), "rows of tables"
+        joined, what = joined_rows(*values), "rows of tables"
         sent = joined[route.far]
         arrived = self._link.start_all_to_all(sent, route.receives, route.sends, ROWS, what)()
         _scatter(store, route.sent, arrived)
@@ -373,18 +376,8 @@ def row_numbers(store: RowStore, place: int, ids: range) -> np.ndarray:
     return np.arange(offset + ids.start, offset + ids.stop)
 
 
-def _joined(rows: Rows) -> Tensor:
-    weight, state = rows
-    return weight if state is None else torch.cat([weight, state], dim=1)
-
-
-def _parted(joined: Tensor, store: RowStore) -> Rows:
-    width = store.layout.dim
-    return joined[:, :width], joined[:, width:] if store.state_width else None
-
-
 def _scatter(store: RowStore, rows: Tensor, joined: Tensor) -> None:
-    weight, state = _parted(joined, store)
+    weight, state = parted_rows(joined, store.kind)
     store.scatter(rows, weight.contiguous(), None if state is None else state.contiguous())
 
 
@@ -505,18 +498,16 @@ class WholeTables:
         if self._is_split:
             together(self._world, lambda: state.update(self._allocate(whole, scratch)))
             for index in whole:
-                own = {name: (state[name], at) for name, at in self._columns(index).items()}
                 if filled:
-                    self._read(index, own)
-                for name, (part, _) in own.items():
-                    state[name] = self._as_sharded(index, part)
+                    self._read(index, state)
+                for name in self._columns(index):
+                    state[name] = self._as_sharded(index, state[name])
         elif self._groups[0].store is None or filled or not self._world.local_rank:
             for index in whole:
-                table, (weight, extra) = self._tables[index], self.local(index)
-                state[f"tables.{table.name}.weight"] = weight
-                for name, columns in self._update.state_columns(table.dim).items():
-                    if extra is not None:
-                        state[f"tables.{table.name}.{name}"] = extra[:, columns]
+                values = self.local(index)
+                for name, (is_state, columns) in self._columns(index).items():
+                    if (found := values[is_state]) is not None:
+                        state[name] = found[:, columns] if is_state else found
         return state
 
     def _changed(self, mark: int) -> tuple[dict[str, Any], list[int]]:
@@ -529,17 +520,17 @@ class WholeTables:
         counts = together(world, lambda: {index: len(ids) for index, ids in own.items()})
         state, whole = dict[str, Any](), list[int]()
         for index, table in enumerate(self._tables):
-            store, ids = self._store(index)[0], own[index]
+            kind, ids = self._store(index)[0].kind, own[index]
             first = sum(of_rank[index] for of_rank in counts[: world.rank])
-            total, row_bytes = sum(of_rank[index] for of_rank in counts), _row_bytes(store)
+            total, row_bytes = sum(of_rank[index] for of_rank in counts), kind.nbytes
             if total * (row_bytes + ids.itemsize) >= table.rows * row_bytes:
                 whole.append(index)
             elif total:
                 of_ids = (ids, first, (total,), torch.int64, torch.from_numpy)
                 state[f"{CHANGED}tables.{table.name}.ids"] = ChangedRows(None, *of_ids)
-                for name, at in self._columns(index).items():
-                    size = total, at.stop - at.start
-                    of_rows = (ids, first, size, store.dtype, partial(self.rows, name))
+                for name, (is_state, at) in self._columns(index).items():
+                    size, dtype = (total, at.stop - at.start), kind.dtypes[is_state]
+                    of_rows = (ids, first, size, dtype, partial(self.rows, name))
                     state[CHANGED + name] = ChangedRows(name, *of_rows)
         return state, whole
 
@@ -551,18 +542,16 @@ class WholeTables:
         table = None if store is None else store.state if state else store.weight
         if store is None or table is None:
             raise PlanError(f"{name} lies in no store")
-        return torch.from_numpy(table.numpy()[:, columns][store.part.places(first + ids)])
+        found = as_numpy(table)[:, columns][store.part.places(first + ids)]
+        return torch.from_numpy(found).view(table.dtype)
 
     def source(self, name: str) -> tuple[int, int, bool, slice]:
         """Of a value of `state`: its group, the number there of its first row (on one node its
         place in the store), whether it is state, and which columns of that, or of the weights."""
-        for table, spec in enumerate(self._tables):
-            if (columns := self._columns(table).get(name)) is None:
-                continue
-            rows, place = self._find(table)
-            state = columns.start >= spec.dim
-            own = slice(columns.start - state * spec.dim, columns.stop - state * spec.dim)
-            return self._groups.index(rows), int(rows.group.layout.offsets[place]), state, own
+        for table in range(len(self._tables)):
+            if own := self._columns(table).get(name):
+                rows, place = self._find(table)
+                return self._groups.index(rows), int(rows.group.layout.offsets[place]), *own
         raise PlanError(f"{name} is no value of a table")
 
     @torch.no_grad()
@@ -571,48 +560,50 @@ class WholeTables:
         for index in range(len(self._tables) if self._is_split else 0):
             store, place = self._store(index)
             parts = [state[name].local_shards() for name in self._columns(index)]
-            for number, ids in enumerate(blocks(self._shares(index), _row_bytes(store))):
+            for number, ids in enumerate(blocks(self._shares(index), store.kind.nbytes)):
+                rows = store.kind.parts(torch.empty(0, dtype=torch.uint8))
                 if len(ids[self._world.rank]):
-                    joined = torch.cat([shards[number].tensor for shards in parts], dim=1)
-                else:
-                    joined = store.weight.new_empty((0, store.layout.dim + store.state_width))
-                RowExchange(self._world, store, place).put(ids, _parted(joined, store))
+                    weight, *of_state = (shards[number].tensor for shards in parts)
+                    rows = weight, torch.cat(of_state, dim=1) if of_state else None
+                RowExchange(self._world, store, place).put(ids, rows)
         together(self._world, lambda: None)
 
     def _shares(self, table: int) -> list[range]:
         return shares(self._tables[table].rows, self._world.size)
 
-    def _columns(self, table: int) -> dict[str, slice]:
-        """The names of a table's values, and where they are in rows followed by their state."""
+    def _columns(self, table: int) -> dict[str, tuple[bool, slice]]:
+        """The names of a table's values, and of each whether it is state, and its columns of that,
+        or of the weights."""
         spec = self._tables[table]
-        found = {f"tables.{spec.name}.weight": slice(0, spec.dim)}
+        found = {f"tables.{spec.name}.weight": (False, slice(0, spec.dim))}
         for name, columns in self._update.state_columns(spec.dim).items():
-            place = slice(spec.dim + columns.start, spec.dim + columns.stop)
-            found[f"tables.{spec.name}.{name}"] = place
+            found[f"tables.{spec.name}.{name}"] = True, columns
         return found
 
     def _allocate(self, tables: Sequence[int], folder: Path | None) -> dict[str, Tensor]:
         """Zeros for this rank's ids of these tables, `[n, width]` by name."""
         found = {}
         for index in tables:
-            count, dtype = len(self._shares(index)[self._world.rank]), self._store(index)[0].dtype
-            for name, columns in self._columns(index).items():
-                found[name] = disk_zeros((count, columns.stop - columns.start), dtype, folder)
+            count, kind = len(self._shares(index)[self._world.rank]), self._store(index)[0].kind
+            for name, (is_state, at) in self._columns(index).items():
+                size = count, at.stop - at.start
+                found[name] = disk_zeros(size, kind.dtypes[is_state], folder)
         return found
 
-    def _read(self, table: int, own: Mapping[str, tuple[Tensor, slice]]) -> None:
-        """Fill this rank's part of a table, columns of rows by name, from all homes."""
+    def _read(self, table: int, own: Mapping[str, Tensor]) -> None:
+        """Fill this rank's part of a table, its values by name, from all homes."""
         (store, place), at = self._store(table), 0
-        for ids in blocks(self._shares(table), _row_bytes(store)):
-            joined = _joined(RowExchange(self._world, store, place).bring(ids))
-            for part, columns in own.values():
-                part[at : at + len(joined)] = joined[:, columns]
-            at += len(joined)
+        for ids in blocks(self._shares(table), store.kind.nbytes):
+            rows = RowExchange(self._world, store, place).bring(ids)
+            for name, (is_state, columns) in self._columns(table).items():
+                if (values := rows[is_state]) is not None:
+                    own[name][at : at + len(values)] = values[:, columns]
+            at += len(rows[0])
 
     def _as_sharded(self, table: int, part: Tensor) -> ShardedTensor:
         """This rank's rows `part` as blocks of the whole table's."""
         world, ids, shards = self._world, self._shares(table)[self._world.rank], []
-        for (block,) in blocks([ids], _row_bytes(self._store(table)[0])):
+        for (block,) in blocks([ids], self._store(table)[0].kind.nbytes):
             rows = part[block.start - ids.start : block.stop - ids.start]
             shards.append(Shard.from_tensor_and_offsets(rows, [block.start, 0], world.rank))
         size = (self._tables[table].rows, part.shape[1])
@@ -649,11 +640,12 @@ class WholeTables:
             return
         spec = self._tables[table]
         require_memory(
-            spec.rows * spec.dim * store.dtype.itemsize,
+            spec.rows * store.kind.bytes_of(1, 0),
             f"the initial rows of table {spec.name!r}",
             "initialise it as its config does by itself, or use nodes with more memory",
         )
-        drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows).to(store.dtype)
+        drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows)
+        drawn = drawn.to(store.kind.stored)
         change(drawn)
         _write(store, place, slice(None), drawn, False)
 
@@ -664,9 +656,9 @@ class WholeTables:
             together(world, lambda: world.is_first and store.table(place)[0].copy_(values))
             return
         mine, exchange = range(len(values)), RowExchange(world, store, place)
-        for ids in blocks([mine, *[range(0)] * (world.size - 1)], _row_bytes(store)):
+        for ids in blocks([mine, *[range(0)] * (world.size - 1)], store.kind.nbytes):
             own, state = ids[world.rank], exchange.bring(ids)[1]
-            exchange.put(ids, (values[own.start : own.stop].to(store.dtype), state))
+            exchange.put(ids, (values[own.start : own.stop].to(store.kind.stored), state))
         together(world, lambda: None)
 
     def fill(self, table: int, source: Stored) -> None:
@@ -680,7 +672,7 @@ class WholeTables:
 
         def write() -> None:
             for ids in ranges:
-                block = source.block(ids.start, ids.stop).to(rows.cache.weight.dtype)
+                block = source.block(ids.start, ids.stop).to(rows.cache.kind.dtype)
                 put(first + ids.start, block.numpy())
 
         self.note_range(table, range(source.shape[0]))
@@ -725,16 +717,16 @@ class WholeTables:
     def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
         """A whole table's weights, or its state, in memory that this node's ranks share."""
         world, spec = self._world, store.layout.tables[place]
-        width = store.state_width if states else spec.dim
+        width, dtype = store.state_width if states else spec.dim, store.kind.dtypes[states]
         if not width:
             return None
-        size = spec.rows * width * store.dtype.itemsize
+        size = spec.rows * width * dtype.itemsize
         memory = share_memory(size, world, f"a copy of table {spec.name!r}", _WAY_OUT)
-        copy = tensor_in(memory, 0, (spec.rows, width), store.dtype)
+        copy = tensor_in(memory, 0, (spec.rows, width), dtype)
         exchange = RowExchange(world, store, place)
         # The ranks of each node bring a part of the table each: every row to every node.
         ranges = [part for count in world.nodes.sizes for part in shares(spec.rows, count)]
-        for ids in blocks(ranges, _row_bytes(store)):
+        for ids in blocks(ranges, store.kind.nbytes):
             own, found = ids[world.rank], exchange.bring(ids)[states]
             if found is not None:
                 copy[own.start : own.stop] = found
@@ -745,7 +737,7 @@ class WholeTables:
 def _write(store: RowStore, table: int, columns: slice, values: Tensor, is_state: bool) -> None:
     """Columns of a whole table's `values` `[rows, columns]` to the rows that this node has."""
     target = store.state if is_state else store.weight
-    for (ids,) in blocks([range(len(values))], store.layout.dim * store.dtype.itemsize):
+    for (ids,) in blocks([range(len(values))], store.kind.bytes_of(1, 0)):
         numbers = row_numbers(store, table, ids)
         own = store.part.holds(numbers)
         places = torch.from_numpy(store.part.places(numbers[own]))
@@ -754,17 +746,12 @@ def _write(store: RowStore, table: int, columns: slice, values: Tensor, is_state
             target[places, columns] = new.to(target)
 
 
-def _row_bytes(store: RowStore) -> int:
-    return (store.layout.dim + store.state_width) * store.dtype.itemsize
-
-
 def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) -> Tensor:
     """Zeros in an unnamed temporary file under `folder`, gone with the tensor (or the process).
 
     Raises DistcacheError where the disk has no room for it.
     """
-    kind = np.dtype(str(dtype).removeprefix("torch."))
-    size = shape[0] * shape[1] * kind.itemsize
+    size = shape[0] * shape[1] * dtype.itemsize
     if not size:
         return torch.zeros(shape, dtype=dtype)
     where = folder if folder is not None and folder.is_dir() else Path(tempfile.gettempdir())
@@ -775,7 +762,8 @@ def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) 
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-            return torch.from_numpy(np.memmap(file, kind, "w+", shape=shape))
+            memory = np.memmap(file, np.uint8, "w+", shape=size)
+            return torch.from_numpy(memory).view(dtype).view(shape)
     except OSError as error:
         raise DistcacheError(
             f"{where} does not hold this rank's part of a table for a checkpoint, "

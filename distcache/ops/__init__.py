@@ -83,7 +83,7 @@ pooled_lookup = _dispatched(reference.pooled_lookup, 0)
 # A kernel that needs `chunks_for(segments)` and does not get it makes it: it waits for the device.
 row_gradients = _dispatched(reference.row_gradients, 0)
 update_rows = _dispatched(reference.update_rows, 1, 2, 4)
-put = _dispatched(reference.put, 0, 2)
+put = _dispatched(reference.put, 0)
 
 
 def copy_rows(

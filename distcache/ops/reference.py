@@ -200,9 +200,10 @@ def update_rows(
     """One optimizer step on the rows at `slots`: gather, update, put back, block by block.
 
     `weight`: float `[C, D]` and `state`: `[C, S]` (None where S = 0), changed in place; `slots`:
-    `[U]`, distinct; `gradient`: `[U, D]`, left as it is. `enabled`: bool or uint8 of one element on
-    the same device, or None for true; where it is 0, nothing is written, whatever the gradient
-    holds. The bits do not depend on blocks or slots.
+    `[U]`, distinct; `gradient`: `[U, D]`, left as it is, in whose dtype, also the state's, rows are
+    updated; weights of another are rounded once, to nearest. `enabled`: bool or uint8 of one
+    element on the same device, or None for true; where it is 0, nothing is written, whatever the
+    gradient holds. The bits do not depend on blocks or slots.
     """
     if enabled is not None and not enabled.is_cuda:
         if not enabled:
@@ -212,10 +213,10 @@ def update_rows(
     block = max(1, elements // weight.shape[1])
     for start in range(0, slots.shape[0], block):
         at = slots[start : start + block]
-        rows = weight.index_select(0, at)
+        rows = weight.index_select(0, at).to(gradient.dtype)
         row_state = None if state is None else state.index_select(0, at)
         update(rule, rows, row_state, gradient[start : start + block])
-        _put(weight, at, rows, enabled)
+        _put(weight, at, rows.to(weight.dtype), enabled)
         if state is not None and row_state is not None:
             _put(state, at, row_state, enabled)
 
@@ -306,8 +307,15 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """
     if target.device.type != "cpu" or not (target.is_contiguous() and values.is_contiguous()):
         return target.index_copy_(0, rows.long(), values)
-    put_rows(target.detach().numpy(), rows.numpy(), values.detach().numpy())
+    check_values(target, rows, values)
+    put_rows(as_numpy(target), rows.numpy(), as_numpy(values))
     return target
+
+
+def as_numpy(values: Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU, for copies: halves as int16, for NumPy has no bfloat16."""
+    values = values.detach()
+    return (values.view(torch.int16) if values.itemsize == 2 else values).numpy()
 
 
 def by_sample(values: Tensor, samples: int, features: int) -> Tensor:
@@ -326,10 +334,9 @@ def check_values(
 ) -> None:
     """PlanError for `values` of another shape or dtype than that many `rows` of `target` have."""
     if values.shape != (len(rows), *target.shape[1:]) or values.dtype != target.dtype:
-        raise PlanError(
-            f"{values.dtype} values {list(values.shape)} for {len(rows)} rows of {target.dtype} "
-            f"{list(target.shape[1:])}"
-        )
+        given, own = (str(of.dtype).removeprefix("torch.") for of in (values, target))
+        shapes = list(values.shape), list(target.shape[1:])
+        raise PlanError(f"{given} values {shapes[0]} for {len(rows)} rows of {own} {shapes[1]}")
 
 
 def check_rows(rows: np.ndarray, limit: int, what: str = "row") -> None:

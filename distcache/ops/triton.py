@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from distcache.errors import ConfigError
+from distcache.layout import HALVES
 from distcache.ops import reference, triton_kernels
 from distcache.ops.formulas import FORMULAS
 from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
@@ -40,10 +41,14 @@ kernels of the step could run, and so many keep it busy (128 KB under way)."""
 
 
 def fits(*tensors: Tensor | None) -> bool:
-    """Whether these bodies can take the float tensors of a call: float32 where kernels run."""
+    """Whether these bodies can take the float tensors of a call: float32 where kernels run, or,
+    of the first, halves, which are computed with in float32."""
     device = "cpu" if INTERPRETED else "cuda"
     given = [tensor for tensor in tensors if tensor is not None]
-    return all(t.dtype == torch.float32 and t.device.type == device for t in given)
+    rows = not given or given[0].dtype in (torch.float32, *HALVES)
+    return rows and all(
+        (t is given[0] or t.dtype == torch.float32) and t.device.type == device for t in given
+    )
 
 
 def pooled_lookup(

@@ -192,7 +192,7 @@ FORMULAS = {name: _compiled(formula.step) for name, formula in formulas.FORMULAS
 
 @_jit
 def update_rows(
-    weight,  # float32 [C, D], rows WEIGHT_STRIDE apart
+    weight,  # float32 or halves [C, D], rows WEIGHT_STRIDE apart
     state,  # float32 [C, S], rows STATE_STRIDE apart; not read where S = 0
     slots,  # [count]
     gradient,  # float32 [count, D], rows GRADIENT_STRIDE apart
@@ -230,7 +230,7 @@ def update_rows(
     mask = inside[:, None] & valid[None, :]
     slot = tl.load(slots + at, mask=inside, other=0).to(tl.int64)
     weights = weight + slot[:, None] * WEIGHT_STRIDE + column[None, :]
-    w = tl.load(weights, mask=mask, other=0.0)
+    w = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gradient + at[:, None] * GRADIENT_STRIDE + column[None, :], mask=mask, other=0.0)
     parts = ()
     for part in tl.static_range(len(COLUMNS)):
@@ -245,7 +245,7 @@ def update_rows(
         new = RULE(w, g, *parts, D, *numbers)
     else:
         new = RULE(w, g, *parts, D, *numbers, EXPONENT)
-    tl.store(weights, new[0], mask=mask)
+    tl.store(weights, new[0].to(weight.dtype.element_ty), mask=mask)  # rounded to nearest
     for part in tl.static_range(len(COLUMNS)):
         place = state + slot[:, None] * STATE_STRIDE + COLUMNS[part][0]
         if COLUMNS[part][1] == 1:

@@ -436,7 +436,7 @@ class StepStatistics:
             for counts in flight.counts:
                 self._phases[phase].add(counts)
         for plan, group in zip(flight.plans, self._tables.rows, strict=True):
-            item, dim = group.cache.dtype.itemsize, group.cache.dim
+            kind, dim = group.cache.kind, group.cache.dim
             distinct, misses, shard = plan.distinct, plan.misses, plan.shard
             moved, kept = misses + plan.evict_slots.shape[0], 3 * distinct
             self.home_rows += plan.home_counts[self._tables.world.rank]
@@ -451,11 +451,11 @@ class StepStatistics:
                 self.home_rows += own
                 self.received += count
                 if shard.early is not None:
-                    early += count * dim * item
+                    early += count * dim * kind.stored.itemsize
                     self.early += shard.early.places.shape[0]
             self.distinct += distinct
             self.misses += misses
-            buffers += kept * dim * item + moved * group.row_bytes
+            buffers += kept * dim * kind.dtype.itemsize + moved * group.row_bytes
         self._own_bytes = max(self._own_bytes, buffers)
         self._early_bytes = max(self._early_bytes, early)
 

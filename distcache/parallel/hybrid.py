@@ -119,6 +119,11 @@ def check_spec(spec: HybridSpec, world: World) -> None:
         )
     elif spec.weighted and means is not None:
         problem = f"table {means.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
+    elif any(table.dtype for table in spec.tables):
+        problem = (
+            "FBGEMM rounds updated rows of float16 and bfloat16 by chance: parallel=hybrid has "
+            "tables in float32 alone, so leave data_type out, or use another mode"
+        )
     elif shared:
         problem = f"features {shared} are read by several tables: give each table its own"
     if problem:

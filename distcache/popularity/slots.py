@@ -134,7 +134,7 @@ def cache_slots(
     `bytes` (device memory of all groups' slots) is given. None means, for each group, the most of
     1.5 % of its rows, of what 32 MiB hold of them, and of 1.2 times `expected`: the distinct rows
     of each group that the steps on the device at once are expected to name (empty: not known).
-    `groups`: (V, D, S) of each; `itemsize`: bytes of an element; `world_size`: W.
+    `groups`: (V, D, S) of each, D and S as elements of `itemsize` bytes; `world_size`: W.
 
     `rows` and `bytes` are split over the groups by their rows V; bytes that a group cannot use go
     to the others. C is a multiple of W, because home h owns C / W slots: `rows` and `ratio` are
@@ -360,7 +360,7 @@ def plan_slots(
     sizes = []
     for members in groups:
         rows = sum(tables[table].rows for table in members)
-        sizes.append((rows, tables[members[0]].dim, state_widths[members[0]]))
+        sizes.append((rows, tables[members[0]].width(item), state_widths[members[0]]))
     if not isinstance(split, str):
         plan = _as_given(tables, sizes, budget, split)
         if statistics is not None:
@@ -574,7 +574,7 @@ def _report(
     """Log each table's hot rows, the largest first."""
     lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
     pairs = zip(plan.hot_rows, tables, widths, strict=True)
-    sizes = [hot * (table.dim + state) * itemsize for hot, table, state in pairs]
+    sizes = [hot * (table.width(itemsize) + state) * itemsize for hot, table, state in pairs]
     largest = sorted(range(len(tables)), key=lambda place: -sizes[place])
     for place in largest[:_SHOWN]:
         table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]

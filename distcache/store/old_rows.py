@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from distcache.compiled import compiled, i8, in8, out1, out8
+from distcache.ops.reference import as_numpy
 from distcache.store.rows import RowStore
 
 PIECES = 32
@@ -86,7 +87,7 @@ class OldRows:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._files[piece] = os.open(f"{self._name}.{piece}", flags, 0o600)
         count = np.array([len(places)], np.int64)
-        record = b"".join(part.data for part in (count, places, *(at.numpy() for at in values)))
+        record = b"".join(part.data for part in (count, places, *map(as_numpy, values)))
         written = memoryview(record)
         while len(written):
             written = written[os.write(self._files[piece], written) :]
@@ -110,29 +111,31 @@ def read_old(
     folder: Path, group: int, store: RowStore, first: int, last: int, state: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Places from `first` to `last` of the store whose rows were overwritten, int64 `[m]`, and
-    their old weights `[m, D]`, or their `state` `[m, S]`; by several records.
+    their old weights `[m, D]`, or their `state` `[m, S]`, as `as_numpy` has them; by several
+    records.
 
     What was read in the store before this is called, and is not among these, is old.
     """
     size, layout = _piece_rows(store), store.layout
-    kind = np.dtype(str(store.dtype).removeprefix("torch."))
+    kinds = [None if of is None else as_numpy(of).dtype for of in (store.weight, store.state)]
     widths = (layout.dim, store.state_width)
+    sizes = [w * k.itemsize for w, k in zip(widths, kinds, strict=True) if k is not None]
     for piece in range(first // size, -(-last // size)):
         for path in sorted(folder.glob(f"{group}.*.{piece}")):
             with path.open("rb") as file:
                 # What of a record is not written yet speaks of rows that still stand.
                 while len(header := file.read(8)) == 8:
                     count = int(np.frombuffer(header, np.int64)[0])
-                    after = file.tell() + count * (8 + sum(widths) * kind.itemsize)
+                    after = file.tell() + count * (8 + sum(sizes))
                     if len(read := file.read(8 * count)) < 8 * count:
                         break
                     places = np.frombuffer(read, np.int64)
                     at = np.flatnonzero((places >= first) & (places < last))
                     if len(at):
-                        file.seek(state * count * widths[0] * kind.itemsize, os.SEEK_CUR)
-                        nbytes = count * widths[state] * kind.itemsize
+                        file.seek(state * count * sizes[0], os.SEEK_CUR)
+                        nbytes = count * sizes[state]
                         if len(read := file.read(nbytes)) < nbytes:
                             break
-                        values = np.frombuffer(read, kind).reshape(count, widths[state])
+                        values = np.frombuffer(read, kinds[state]).reshape(count, widths[state])
                         yield places[at], values[at]
                     file.seek(after)

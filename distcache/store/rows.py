@@ -22,8 +22,8 @@ from distcache.comm.link import together
 from distcache.comm.rendezvous import first_line
 from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
-from distcache.layout import RowLayout
-from distcache.ops.reference import check_rows, put_rows, take_rows
+from distcache.layout import HALVES, RowKind, RowLayout
+from distcache.ops.reference import as_numpy, check_rows, check_values, put_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
 from distcache.streams import Mark
 
@@ -97,10 +97,27 @@ def put_block(weight: Tensor, first: int, values: np.ndarray) -> None:
     """Rows of `draw_tables` into a table `[V, D]`, wherever it lies."""
     rows = weight[first : first + len(values)]
     if weight.device.type == "cpu":
-        # NumPy: torch would bring a pool of OpenMP threads for each thread that draws.
-        rows.numpy()[...] = values
+        as_numpy(rows)[...] = rounded(values, weight.dtype)
     else:
         rows.copy_(torch.from_numpy(values))
+
+
+_SERIAL = 1 << 14
+"""Elements that torch converts on the calling thread alone: it would bring a pool of OpenMP threads
+for each thread that draws."""
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """What `as_numpy` of a tensor of `dtype` takes for `values`, floats; halves rounded to nearest.
+    Other dtypes NumPy converts itself."""
+    if dtype not in HALVES:
+        return values
+    given = torch.from_numpy(np.ascontiguousarray(values))
+    found = torch.empty(given.shape, dtype=dtype)
+    parts = (of.view(-1).split(_SERIAL) for of in (found, given))
+    for part, own in zip(*parts, strict=True):
+        part.copy_(own)
+    return as_numpy(found)
 
 
 class NodePart:
@@ -405,8 +422,9 @@ class RowStore:
     ) -> None:
         """A store of zeros; called by all ranks, mapped by the local ranks of each node.
 
-        `state_width`: S; `dtype`: float32 or float64. Raises MemoryTooSmallError on all ranks if
-        some node cannot hold its part.
+        `state_width`: S; `dtype`: float32 or float64, of the state, and of weights for which the
+        layout has no other. Raises MemoryTooSmallError on all ranks if some node cannot hold its
+        part.
         """
         if dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"rows of {dtype}: trainer.dtype must be float32 or float64")
@@ -415,9 +433,10 @@ class RowStore:
         self.part = NodePart(layout, world)
         rows = self.part.rows
         first, second = _part_bytes(self.part, state_width, dtype)
-        what = f"{rows} rows x ({layout.dim} + {state_width} of state), {dtype}"
+        stored = self.kind.stored
+        what = f"{rows} rows x ({layout.dim} + {state_width} of state), {stored}"
         memory = share_memory(first + second, world, what, _WAY_OUT)
-        self._weight: Tensor | None = tensor_in(memory, 0, (rows, layout.dim), dtype)
+        self._weight: Tensor | None = tensor_in(memory, 0, (rows, layout.dim), stored)
         self.state: Tensor | None = None
         """All optimizer state of the node, `[R, S]`, shared by its ranks; None when S = 0."""
         if state_width:
@@ -429,6 +448,11 @@ class RowStore:
             threads = min(8, len(os.sched_getaffinity(0)) // world.local_size)
         self._taker = RowTaker(threads)
         self.direct: DirectRows | None = None
+
+    @property
+    def kind(self) -> RowKind:
+        """What a row is."""
+        return self.layout.kind(self.state_width, self.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -491,15 +515,15 @@ class RowStore:
             together(world, lambda: self.open_to(device))
 
     def put(self, first: int, values: np.ndarray) -> slice | np.ndarray:
-        """Write the weights, `[m, D]`, of the rows from number `first` on, those at home on this
-        node; their places in the store."""
+        """Write the weights, floats `[m, D]`, of the rows from number `first` on, those at home on
+        this node; their places in the store."""
         own: slice | np.ndarray = slice(None)
         places: slice | np.ndarray = slice(first, first + len(values))
         if not self.part.is_whole:
             rows = np.arange(first, first + len(values))
             own = self.part.holds(rows)
             places = self.part.places(rows[own])
-        self.weight.numpy()[places] = values[own]
+        as_numpy(self.weight)[places] = rounded(values[own], self.weight.dtype)
         return places
 
     def gather(self, rows: Tensor, out: Rows | None = None) -> Rows:
@@ -509,13 +533,11 @@ class RowStore:
         Raises PlanError for a row outside [0, V) or at home on another node.
         """
         if out is None:
-            out = torch.empty(len(rows), self.layout.dim, dtype=self.dtype), None
-            if self.state is not None:
-                out = out[0], torch.empty(len(rows), self.state_width, dtype=self.dtype)
+            out = self.kind.parts(torch.empty(len(rows) * self.kind.nbytes, dtype=torch.uint8))
         places = self.part.places(rows.numpy())
         for source, target in zip((self.weight, self.state), out, strict=True):
             if source is not None and target is not None:
-                self._taker.take(source.numpy(), places, target.numpy())
+                self._taker.take(as_numpy(source), places, as_numpy(target))
         return out
 
     def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
@@ -526,7 +548,8 @@ class RowStore:
         places = self.part.places(rows.numpy())
         for target, values in ((self.weight, weight), (self.state, state)):
             if target is not None and values is not None:
-                put_rows(target.numpy(), places, values.numpy())
+                check_values(target, places, values)
+                put_rows(as_numpy(target), places, as_numpy(values))
 
     def open_to(self, device: torch.device) -> DirectRows:
         """Let `device` use rows where they lie: `direct`."""
@@ -559,6 +582,6 @@ class RowStore:
 
 def _part_bytes(part: NodePart, state_width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the weights, up to where the state begins (a page), and bytes of the state."""
-    weight = part.rows * part.layout.dim * dtype.itemsize
-    state = part.rows * state_width * dtype.itemsize
+    kind = part.layout.kind(state_width, dtype)
+    weight, state = kind.bytes_of(part.rows, 0), kind.bytes_of(0, part.rows)
     return (-(-weight // _PAGE) * _PAGE if state else weight), state

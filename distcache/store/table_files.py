@@ -25,6 +25,7 @@ from torch import Tensor
 
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.layout import TableSpec
+from distcache.ops.reference import as_numpy
 from distcache.store.memory import describe_bytes
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def _write_safetensors(file: BinaryIO, name: str, table: Stored) -> None:
     header += b" " * (-len(header) % 8)  # tensors lie at multiples of 8 bytes
     file.write(struct.pack("<Q", len(header)) + header)
     for rows in table.ranges():
-        file.write(table.block(rows.start, rows.stop).contiguous().numpy().data)
+        file.write(as_numpy(table.block(rows.start, rows.stop).contiguous()).data)
 
 
 def _write_parquet(file: BinaryIO, table: Stored, ids: np.ndarray | None) -> None:

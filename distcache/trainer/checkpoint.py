@@ -288,7 +288,8 @@ HYBRID_HAS = frozenset({"sgd", "adagrad", "rowwise_adagrad"})
 class RunIdentity:
     """What a checkpoint and the run that resumes it have in common.
 
-    `tables`: (name, rows, dim) of each; `steps_per_epoch`: training steps of an epoch, or None;
+    `tables`: (name, rows, dim) of each, and the dtype of weights that have one of their own;
+    `steps_per_epoch`: training steps of an epoch, or None;
     `data`: the pairs of the source's `identity`, sorted.
     """
 
@@ -299,13 +300,13 @@ class RunIdentity:
     seed: int
     global_batch_size: int
     steps_per_epoch: int | None
-    tables: tuple[tuple[str, int, int], ...]
+    tables: tuple[tuple[Any, ...], ...]
     data: tuple[tuple[str, str], ...] = ()
 
     @property
     def numbers(self) -> int:
         """Of all tables."""
-        return sum(rows * dim for _, rows, dim in self.tables)
+        return sum(rows * dim for _, rows, dim, *_ in self.tables)
 
 
 @dataclass(frozen=True)
@@ -597,7 +598,9 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
         wrong.append(f"the number of tables was {len(before)}, is {len(after)}")
     elif before != after:
         old, new = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
-        wrong.append("a table was {} with {} rows x {}, is {} with {} rows x {}".format(*old, *new))
+        was, now = ("{} with {} rows x {}".format(*own[:3]) for own in (old, new))
+        was, now = (" ".join(text) for text in ((was, *old[3:]), (now, *new[3:])))
+        wrong.append(f"a table was {was}, is {now}")
     if wrong:
         raise ConfigError(
             f"{folder} is a checkpoint of another run: {'; '.join(wrong)}. Set what it was made "

@@ -208,10 +208,12 @@ class Sizes:
         return group_tables(self.tables)
 
     def _groups(self, world_size: int) -> list[tuple[int, int, int]]:
-        """(V, D, floats of state that a slot takes on one of so many ranks) of each group."""
+        """(V, D, floats of state that a slot takes on one of so many ranks) of each group, in
+        elements of `itemsize` bytes."""
+        item = self.request.itemsize
         tables, widths = self.tables, self.request.state_widths(self.tables, world_size)
         return [
-            (sum(tables[table].rows for table in group), tables[group[0]].dim, widths[group[0]])
+            (sum(tables[at].rows for at in group), tables[group[0]].width(item), widths[group[0]])
             for group in self.members
         ]
 

@@ -307,7 +307,10 @@ def identity_of(
         seed=config.trainer.seed,
         global_batch_size=config.data.global_batch_size,
         steps_per_epoch=source.steps_per_epoch,
-        tables=tuple((table.name, table.rows, table.dim) for table in tables),
+        tables=tuple(
+            (own.name, own.rows, own.dim, *([] if own.dtype is None else [str(own.dtype)]))
+            for own in tables
+        ),
         data=tuple(sorted(source.identity.items())),
     )
 
@@ -394,8 +397,9 @@ class Run:
         schedule = self.schedule(start)
         if self.world.is_first and not schedule.nothing_to_train:
             rows = build.optimizer_spec(self.config).rows()
-            floats = sum(t.rows * (t.dim + rows.state_width(t.dim)) for t in self.tables)
-            announce_stop(self.run_dir, floats * build.dtype_of(self.config).itemsize)
+            item = build.dtype_of(self.config).itemsize
+            floats = sum(t.rows * (t.width(item) + rows.state_width(t.dim)) for t in self.tables)
+            announce_stop(self.run_dir, floats * item)
         want, trace = self.config.trainer, nullcontext()
         if want.trace:
             trace = tracing(self.world, self.run_dir, self.mode.watch)

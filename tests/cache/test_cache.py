@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distcache.cache import FOREIGN, FREE, DeviceCache, StateSlots, in_one_piece
+from distcache.cache import FOREIGN, FREE, DeviceCache, StateSlots
 from distcache.errors import ConfigError, MemoryTooSmallError, PlanError
+from distcache.layout import RowKind
 from distcache.popularity.slots import cache_bytes, cache_slots
 from distcache.store import memory as available
 
@@ -23,6 +24,10 @@ DIM = 4
 
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def kind_of(state_width: int, dtype: torch.dtype = torch.float64) -> RowKind:
+    return RowKind(DIM, state_width, dtype, dtype)
 
 
 def rows_of(rows: Tensor, version: int, state_width: int) -> tuple[Tensor, Tensor | None]:
@@ -40,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[0, 1, 8])
 def cache(request: pytest.FixtureRequest, device: str) -> DeviceCache:
-    return DeviceCache(10, DIM, request.param, torch.float64, device)
+    return DeviceCache(10, kind_of(request.param), device)
 
 
 def fill(cache: DeviceCache, slots: Tensor, rows: Tensor, version: int = 0) -> None:
@@ -58,7 +63,7 @@ def write(cache: DeviceCache, slots, weight, state) -> None:
 
 def assert_rows(cache: DeviceCache, slots: Tensor, rows: Tensor, version: int) -> None:
     """Slots hold these rows' values, in weight and state."""
-    weight, state = in_one_piece(cache.read(slots), (cache.dim, cache.state_width))
+    weight, state = cache.kind.parts(cache.read(slots))
     want, want_state = rows_of(rows, version, cache.state_width)
     assert weight.device.type == cache.device.type
     assert torch.equal(weight.cpu(), want)
@@ -109,7 +114,7 @@ def test_refusals_name_slot_and_row_and_change_nothing(cache: DeviceCache) -> No
 
 
 def test_memory_that_is_not_there_is_told_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DeviceCache(4, DIM, 2, torch.float32, "cpu")
+    cache = DeviceCache(4, kind_of(2, torch.float32), "cpu")
     fill_bits = cache.weight.clone()
     with monkeypatch.context() as patch:
         patch.setattr(available, "available_memory", lambda: 6 * 4 * 100 - 1)
@@ -124,7 +129,7 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "zeros", refuse)
     with pytest.raises(MemoryTooSmallError) as caught:
-        DeviceCache(1 << 20, DIM, 4, torch.float32, "cpu")
+        DeviceCache(1 << 20, kind_of(4, torch.float32), "cpu")
     for part in ("cpu did not give 32.00 MiB (33554432 bytes)", "1048576 slots", "cache.rows"):
         assert part in str(caught.value)
     assert "long story" not in str(caught.value)
@@ -136,7 +141,7 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(monkeypatch: pytest.Mon
 def test_against_a_dictionary(device: str, data: st.DataObject) -> None:
     """Random fills, writes and evictions: the cache is a dictionary slot -> (row, version)."""
     state_width = data.draw(st.sampled_from([0, 3]))
-    cache = DeviceCache(6, DIM, state_width, torch.float64, device)
+    cache = DeviceCache(6, kind_of(state_width), device)
     held: dict[int, tuple[int, int]] = {}
     dirty: set[int] = set()
     next_row = 0
@@ -175,7 +180,7 @@ def test_against_a_dictionary(device: str, data: st.DataObject) -> None:
 
 
 def test_rows_of_other_homes_come_and_go_without_a_name() -> None:
-    cache = DeviceCache(4, 2, 0, torch.float32, "cpu")
+    cache = DeviceCache(4, RowKind(2, 0, torch.float32, torch.float32), "cpu")
     one, two = torch.ones(2, 2), torch.full((2, 2), 2.0)
     cache.fill(ints(0, 1), ints(7, FOREIGN), one, None)
     cache.mark_dirty(ints(0, 1))
@@ -197,7 +202,7 @@ from 9 on."""
 def test_state_comes_with_own_and_sharded_rows_alone(width: int) -> None:
     assert SLOTS.rows(13) == 3 + 4
     assert SLOTS.of(np.array([6, 8, 9, 12])).tolist() == [0, 2, 3, 6]
-    cache = DeviceCache(13, DIM, width, torch.float64, "cpu", state_slots=SLOTS)
+    cache = DeviceCache(13, kind_of(width), "cpu", state_slots=SLOTS)
     assert cache.weight.shape == (13, DIM) and (width == 0 or cache.state.shape == (7, width))
     assert cache.device_bytes == (13 * DIM + 7 * width) * 8
     slots, rows, own = ints(0, 7, 3, 6), ints(50, 71, 53, 60), rows_of(ints(71, 60), 0, width)[1]
@@ -208,7 +213,7 @@ def test_state_comes_with_own_and_sharded_rows_alone(width: int) -> None:
     cache.mark_dirty(ints(0, 6, 12))
     left, leaving = cache.evict(ints(6, 7, 12), ints(60, 71, 92))
     assert left.tolist() == [6, 12] and leaving.tolist() == [60, 92]
-    weight, state = in_one_piece(cache.read(left), (cache.dim, cache.state_width))
+    weight, state = cache.kind.parts(cache.read(left))
     want, want_state = rows_of(leaving, 0, width)
     assert torch.equal(weight, want) and (width == 0 or torch.equal(state, want_state))
 

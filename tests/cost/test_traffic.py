@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from cost_cases import BATCH, DIM, STATE, cluster, demand, draw, layout, settings, total
 
 from distcache.comm.world import Nodes
@@ -20,7 +21,9 @@ from distcache.cost.traffic import (
     SHARED,
     SPREAD,
     Exchange,
+    Part,
     Traffic,
+    cache_memory,
     hybrid_exchanges,
     replicated_exchanges,
     sharded_exchanges,
@@ -45,6 +48,25 @@ def test_one_rank_sends_nothing() -> None:
         alone = predict(placement, demand(1), cluster(1), settings(dense_parameters=1000))
         assert alone.collective_bytes == 0 and alone.traffic.dense_bytes == 0
         assert alone.time.exposed == alone.time.hidden == 0
+
+
+def test_halves_are_moved_in_half_of_the_bytes_and_their_gradients_are_not() -> None:
+    """State travels and lies beside them as it is."""
+    wide = demand(4).groups[0]
+    half = replace(wide, stored=torch.float16)
+    for state in ("replicated", "home"):
+        one, other = (replicated_exchanges(own, 4, 10.0, ITEM, state) for own in (wide, half))
+        kept = 0 if state == "home" else STATE * ITEM
+        assert total(one, "fill") / total(other, "fill") == (ROW + kept) / (ROW / 2 + kept)
+        assert total(one, "row_gradients") == total(other, "row_gradients") > 0
+        back = 2 if state == "home" else 1  # updated rows, or sums
+        assert total(one, "row_sums") == back * total(other, "row_sums")
+    one, other = (sharded_exchanges(own, 4, ITEM) for own in (wide, half))
+    assert total(one, "early_rows") == 2 * total(other, "early_rows") > 0
+    assert total(one, "row_gradients") == total(other, "row_gradients")
+    for copied in (True, False):
+        one, other = (cache_memory([Part(own, 9, copied)], 4, ITEM, "") for own in (wide, half))
+        assert one - other == 9 * ROW / 2
 
 
 class Routed:

@@ -23,11 +23,12 @@ from fake_device.process import run
 from scenarios import OPTIMIZERS, Scenario, make_mode, table
 
 from distcache import lookahead
-from distcache.cache import DeviceCache, in_one_piece
+from distcache.cache import DeviceCache
 from distcache.comm.world import close_world, open_world
 from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
 from distcache.engine.queue import SWITCH_S
+from distcache.layout import RowKind
 from distcache.optim import (
     dense_optimizer,
     masked_step,
@@ -140,7 +141,10 @@ def test_nothing_is_on_its_way_to_memory_that_was_let_go_of(guard: Path) -> None
 
 def grown() -> list[list[float]]:
     """The rows of a cache that grew on a stream beside, while the first one took its memory."""
-    cache, beside = DeviceCache(2, 4, 4, torch.float32, "cuda"), torch.cuda.Stream()
+    cache, beside = (
+        DeviceCache(2, RowKind(4, 4, torch.float32, torch.float32), "cuda"),
+        torch.cuda.Stream(),
+    )
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         rows = torch.arange(2)
@@ -151,7 +155,7 @@ def grown() -> list[list[float]]:
         torch.zeros(2, 4, device="cuda")
     torch.cuda.current_stream().synchronize()
     with torch.cuda.stream(beside):
-        return [part.tolist() for part in in_one_piece(cache.read(rows), (4, 4))]
+        return [part.tolist() for part in cache.kind.parts(cache.read(rows))]
 
 
 def first_steps(call: dict[str, Any]) -> list[float]:

@@ -49,7 +49,8 @@ from distcache.store import memory as available
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import RunIdentity, TrainerState
 
-TABLES = (table("a", 300), table("b", 40, features=2), table("c", 7, dim=4))
+HALF = replace(table("c", 7, dim=4), dtype=torch.bfloat16)
+TABLES = (table("a", 300), table("b", 40, features=2), HALF)
 CASE = Scenario(TABLES, OptimizerSpec("adagrad"), steps=10, global_batch=48, last_batch=3)
 SLOTS = (160, 16)
 WORLD = 4
@@ -130,9 +131,9 @@ def by_hand(placement: Placement, sizes: tuple[int, ...]) -> Counter:
             if home in nodes.ranks(node):
                 continue
             parts = [named[rank][homes[rank] == home] for rank in nodes.ranks(node)]
-            asked, row = sum(map(len, parts)), 4 * group.dim
+            asked, row = sum(map(len, parts)), (2 if group.layout.dtype else 4) * group.dim
             found["direct"] += row * asked
-            found["gradients"] += row * asked
+            found["gradients"] += 4 * group.dim * asked
             found["once"] += row * len(np.unique(np.concatenate(parts)))
             if len(parts) > 1:  # a byte for each row, in whole int32 numbers
                 found["masks"] += sum(4 * -(-len(part) // 4) for part in parts)

@@ -13,8 +13,9 @@ from jagged import bag_of, random_bags, segments_of
 
 from distcache import ops
 from distcache.errors import ConfigError, PlanError
+from distcache.layout import HALVES
 from distcache.ops import reference
-from distcache.ops.reference import Rule, put, segment_chunks, take_rows
+from distcache.ops.reference import Rule, as_numpy, put, segment_chunks, take_rows
 from distcache.store.rows import RowTaker
 
 DTYPES = [torch.float32, torch.float64]
@@ -171,7 +172,7 @@ def test_threads_share_a_large_gather(threads) -> None:
 @given(
     seed=st.integers(0, 2**32),
     width=st.sampled_from([1, 2, 3, 16, 17, 64, 511]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([*DTYPES, *HALVES]),
     strided=st.booleans(),
 )
 def test_rows_are_taken_and_put_as_by_plain_indexing(seed, width, dtype, strided) -> None:
@@ -182,16 +183,21 @@ def test_rows_are_taken_and_put_as_by_plain_indexing(seed, width, dtype, strided
     table[::7] = float("nan")
     count = int(torch.randint(0, total + 1, (1,), generator=generator))
     rows = torch.randperm(total, generator=generator)[:count]
-    out = np.empty((count, width), table.numpy().dtype)
-    take_rows(table[first:].numpy(), rows.numpy(), out)
-    assert out.tobytes() == table[first:][rows].numpy().tobytes()
+    out = np.empty((count, width), as_numpy(table).dtype)
+    take_rows(as_numpy(table[first:]), rows.numpy(), out)
+    assert out.tobytes() == as_numpy(table[first:][rows]).tobytes()
     values = torch.randn(count, 2 * width, generator=generator).to(dtype)
     values = values[:, ::2] if strided else values[:, :width].contiguous()
     want = table.clone()
     want[first:].index_copy_(0, rows, values)
     part = table[first:]
     assert put(part, rows, values) is part
-    assert table.numpy().tobytes() == want.numpy().tobytes()
+    assert as_numpy(table).tobytes() == as_numpy(want).tobytes()
+
+
+def test_halves_of_two_kinds_do_not_mix() -> None:
+    with pytest.raises(PlanError, match=r"bfloat16 values .* of float16"):
+        put(torch.zeros(3, 2).half(), torch.tensor([1]), torch.ones(1, 2).bfloat16())
 
 
 @pytest.mark.parametrize(

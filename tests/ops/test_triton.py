@@ -19,6 +19,7 @@ from jagged import bag_of, chunked_row_gradients, random_bags, segments_of
 
 from distcache import ops
 from distcache.errors import ConfigError
+from distcache.layout import HALVES
 from distcache.ops import formulas, reference
 from distcache.ops.reference import CHUNK, Rule, segment_chunks
 from distcache.versions import installed, minor
@@ -178,6 +179,21 @@ def test_updates_have_the_bits_of_the_reference(rule, dim, ieee_sqrt):
         reference.update_rows(rule, weight, state, slots, gradient)
         assert torch.equal(found[0], weight) and not torch.equal(weight, before)
         assert state is None or torch.equal(found[1], state)
+
+
+@EACH_RULE
+@pytest.mark.parametrize("dtype", HALVES[:1] if kernels.INTERPRETED else HALVES)
+def test_halves_are_updated_in_float32_and_rounded_to_nearest(rule, dtype, ieee_sqrt):
+    """Triton's interpreter cuts bfloat16 off; what is compiled rounds (`test_triton_compiles`)."""
+    weight, state, slots, gradient = random_rows(3, rule, 23, 50, 6)
+    weight = weight.to(dtype)
+    wide, kept = weight.float(), None if state is None else state.clone()
+    found = updated(rule, weight, state, slots, gradient)
+    reference.update_rows(rule, weight, state, slots, gradient)
+    assert torch.equal(found[0], weight)
+    reference.update_rows(rule, wide, kept, slots, gradient)
+    assert torch.equal(weight, wide.to(dtype)) and not torch.equal(wide, weight.float())
+    assert state is None or (torch.equal(found[1], state) and torch.equal(kept, state))
 
 
 @EACH_RULE

@@ -33,8 +33,16 @@ COUNTED = {
     "approximate": r"\.approx|div\.full",
     "atomics": r"\batom|\bred\.",
     "barriers": r"bar\.sync",
+    "rounded": r"cvt\.rn\.(bf16|f16)",
 }
-TYPES = {torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8", float: "fp32", int: "i32"}
+TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+TYPES |= {
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    float: "fp32",
+    int: "i32",
+}
 VARIANT = ("HOPS", "WEIGHTED", "SCATTER", "MOST", "RULE", "DECAY", "MASKED", "FROM", "TO")
 
 
@@ -76,6 +84,8 @@ def call_all(width):
         state = torch.zeros(4, rule.state_width(width)) if name != "sgd" else None
         for enabled in (None, torch.ones((), dtype=torch.bool)):
             bodies.update_rows(rule, rows, state, torch.arange(3), torch.zeros(3, width), enabled)
+    for dtype in (torch.float16, torch.bfloat16):  # with the last of these
+        bodies.update_rows(rule, rows.to(dtype), state, torch.arange(3), torch.zeros(3, width))
 
 
 def compiled(kernel, arguments, constants, capability):
@@ -114,7 +124,8 @@ def main(capability, widths):
         for kernel, arguments, constants in launches:
             variant = {key: constants[key] for key in VARIANT if key in constants}
             variant |= {"RULE": constants["RULE"].__name__} if "RULE" in constants else {}
-            variant |= {"kernel": kernel.__name__, "width": width}
+            dtype = str(arguments[0].dtype).removeprefix("torch.")
+            variant |= {"kernel": kernel.__name__, "width": width, "dtype": dtype}
             if (key := tuple(variant.items())) in seen:
                 continue
             seen.add(key)
@@ -145,7 +156,7 @@ def test_every_launch_compiles_and_rounds_as_it_says(
         sums = [one for one in found if (one["kernel"], one["width"]) == ("segment_sums", width)]
         updates = [one for one in found if (one["kernel"], one["width"]) == ("update_rows", width)]
         copies = [one for one in found if (one["kernel"], one["width"]) == ("copy_rows", width)]
-        assert {one["HOPS"] for one in sums} == {0, 1, 2} and len(updates) == 20
+        assert {one["HOPS"] for one in sums} == {0, 1, 2} and len(updates) == 22
         assert {(one["FROM"], one["TO"]) for one in copies} == {(True, False), (False, True)}
         for one in sums + updates + copies:
             assert one["bytes"] > 0
@@ -156,6 +167,7 @@ def test_every_launch_compiles_and_rounds_as_it_says(
         for one in updates:
             rooted = one["RULE"] not in ("sgd", "momentum_sgd")
             assert (one["sqrt"] > 0) == (one["division"] > 0) == rooted, one
+            assert (one["rounded"] > 0) == (one["dtype"] != "float32"), one
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from placement_cases import (
+    HALVES,
     KINDS,
     MEANS,
     TABLES,
@@ -124,6 +125,18 @@ def test_every_cache_and_placement_has_the_bits_of_resident(world: int) -> None:
             assert outcome.summary["rows_written_back"] > 0, kind
             assert 0 < outcome.summary["hit_rate"] < 1
         assert found[3].summary["warm_start_rows"] > found[4].summary["warm_start_rows"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_halves_have_the_bits_of_resident_in_every_cache_and_placement(world: int) -> None:
+    name = {1: "adam", 2: "rowwise_adagrad", 3: "ftrl"}[world]
+    case = scenario(name, tables=HALVES)
+    (found,) = exact(world, others(case, world))
+    for outcome in found[-len(KINDS) :]:
+        assert outcome.summary["rows_written_back"] > 0
+    for spec in HALVES:
+        rows = torch.from_numpy(found[0].tables[spec.name])
+        assert spec.dtype is None or torch.equal(rows, rows.to(spec.dtype).float())
 
 
 @pytest.mark.parametrize(

@@ -768,8 +768,33 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 def test_torchrec_configs_are_tables():
     from torchrec import EmbeddingBagConfig, PoolingType
+    from torchrec.modules.embedding_configs import DataType
 
     config = EmbeddingBagConfig(
         name="t", embedding_dim=8, num_embeddings=50, feature_names=["a"], pooling=PoolingType.MEAN
     )
     assert table_specs([config]) == [distcache.TableSpec("t", 50, 8, ("a",), "mean")]
+    half = replace(config, data_type=DataType.BF16)
+    expected = distcache.TableSpec("t", 50, 8, ("a",), "mean", torch.bfloat16)
+    assert table_specs([half]) == [expected]
+
+
+def test_tables_in_half_precision(tmp_path):
+    """As `resident`, over a checkpoint, which is of no other dtype; not in `hybrid`."""
+    tables, found = [replace(SCENARIO.tables[0], dtype=torch.float16)], {}
+
+    def run(name: str, tables: Any = tables, mode: str = "data", **settings: Any) -> dict:
+        own = ROWS | {"run.dir": str(tmp_path / name), "run.save": True} | settings
+        how = {"parallel": mode, "settings": own}
+        return distcache.fit(slices(), tables, SCENARIO.model(), **how).summary
+
+    found = [digests(run(mode, mode=mode)) for mode in ("data", "resident", "host")]
+    run("half", **{"trainer.steps": 5})
+    whole = {"trainer.resume": str(tmp_path / "half")}
+    found.append(digests(run("rest", **whole)))
+    assert found == found[:1] * 4 and found[0] != digests(run("wide", SCENARIO.tables))
+    said = "was t with 300 rows x 8 torch.float16, is t with 300 rows x 8"
+    with pytest.raises(ConfigError, match=said):
+        run("other", SCENARIO.tables, **whole)
+    with pytest.raises(ConfigError, match="leave data_type out, or use another mode"):
+        run("hybrid", mode="hybrid")
