@@ -1,5 +1,7 @@
 """The drop-in: collections as TorchRec's and modules as torch.nn's, in anybody's training loop."""
 
+from contextlib import suppress
+
 from distcache.embedding.collection import (
     CachedEmbeddingBagCollection,
     CachedEmbeddingCollection,
@@ -7,6 +9,9 @@ from distcache.embedding.collection import (
 from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
 from distcache.embedding.plain import CachedEmbedding, CachedEmbeddingBag
 from distcache.embedding.stream import Lookahead, lookahead
+
+with suppress(ImportError, OSError, AttributeError):  # where TorchRec is not installed
+    import distcache.embedding.collisions  # noqa: F401  (wrappers of its are recognised from now on)
 
 __all__ = [
     "CachedEmbedding",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +51,10 @@ from distcache.store.table_files import (
     write_tables,
 )
 
+if TYPE_CHECKING:
+    from distcache.embedding.collisions import Collisions
+    from distcache.embedding.stream import Epoch
+
 log = logging.getLogger(__name__)
 
 # -----------------------------------------------------------------------------
@@ -78,6 +82,9 @@ class CachedCollection(nn.Module):
 
     _is_weighted: bool = False
     """Whether the weights of ids are read."""
+
+    collisions: Collisions | None = None
+    """Where TorchRec's managed collisions are around it, what makes row numbers of ids."""
 
     def _make(
         self,
@@ -182,21 +189,35 @@ class CachedCollection(nn.Module):
         trains, update = self.training and torch.is_grad_enabled(), self._recipe.update
         if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
             raise update.missing()
-        current = tables.current
+        batch = features if self.collisions is None else self.collisions.given(features)
+        found, current = self.find_step(tables, batch), tables.current
+        if found is not None and found[0] is not None:
+            return found[0].open_next(self._frozen_now())
+        if found is not None and current is not None:
+            return current, found[1]
+        tables.end_current()
+        read = self.reader.read(features)
+        read = read if self.collisions is None else self.collisions.noted(read)
+        planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
+        return tables.open(planned, [read], self._frozen_now()), 0
+
+    def find_step(
+        self, tables: CollectionTables, features: KeyedJaggedTensor
+    ) -> tuple[Epoch | None, int] | None:
+        """The look-ahead of which `features` is the next batch, or None and its place in the open
+        step; None where it is neither, PlanError if another batch is awaited in training."""
+        trains, current = self.training and torch.is_grad_enabled(), tables.current
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:
                 if stream.claims(features, by_content):
-                    return stream.open_next(self._frozen_now())
+                    return stream, 0
             for micro, read in enumerate(current.reads if current is not None else []):
                 if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                    return current, micro
+                    return None, micro
         for stream in tables.streams:
             if trains and stream.awaits:
                 raise stream.altered()
-        tables.end_current()
-        read = self.reader.read(features)
-        planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
-        return tables.open(planned, [read], self._frozen_now()), 0
+        return None
 
     # --- training ---------------------------------------------------------------------------
 

@@ -270,7 +270,7 @@ class IdReader:
         if lengths is None:
             lengths = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets.diff()
         counts = lengths.detach().cpu().to(torch.int64).reshape(-1)
-        strides, places = _strides(features, keys, counts), self._places(keys)
+        strides, places = _strides(features, keys, counts), self.places(keys)
         ids, inverse = values.detach().cpu(), features.inverse_indices_or_none()
         inverse = inverse if self._pooled else None
         own, taken = [strides[place] for place in places], None
@@ -291,8 +291,8 @@ class IdReader:
         joined = JaggedIds(self.lookups.features, ids, _offsets(counts), None)
         return ReadIds(features, joined, taken, tuple(own), versions, _token_of(features))
 
-    def _places(self, keys: list[str]) -> list[int]:
-        """Where each lookup's feature is among `keys`."""
+    def places(self, keys: list[str]) -> list[int]:
+        """Where each lookup's feature is among `keys`; DataError for one that is missing."""
         at = {key: place for place, key in enumerate(keys)}
         for feature, table in zip(self.lookups.features, self.lookups.table_names, strict=True):
             if feature not in at:

@@ -17,10 +17,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
+from distcache.comm.link import Link
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
@@ -37,6 +40,8 @@ from distcache.errors import ConfigError, PeerError, PlanError
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from distcache.embedding.collisions import Ahead, Collisions
 
 T = TypeVar("T")
 
@@ -72,9 +77,10 @@ def lookahead(
     found = _collections(ebc)
     if len(found) > 1:
         return Together(batches, found, lambda part, own: lookahead(part, own, accumulate, ids))
-    own = ids.get(found[0]) if isinstance(ids, Mapping) else ids
-    find = found[0].reader.find if own is None else own
-    read = functools.partial(Reader, batches, found[0].reader, find, accumulate)
+    own = found[0]
+    where = ids.get(own) if isinstance(ids, Mapping) else ids
+    find = own.reader.find if where is None else where
+    read = functools.partial(Reader, batches, own.reader, find, accumulate, own.collisions)
     return Lookahead(batches, found[0]._member, read)
 
 
@@ -118,9 +124,13 @@ class Reader(Generic[T]):
         reader: IdReader,
         find: Callable[[T], KeyedJaggedTensor],
         accumulate: int,
+        collisions: Collisions | None = None,
     ) -> None:
         self._batches, self._iterator = batches, None
         self.reader, self._find, self._accumulate = reader, find, accumulate
+        self._collisions = collisions
+        self._ahead: Ahead | None = None
+        self.share = None if collisions is None else self._share
         self._next = 0
         self._error: Exception | None = None
         self.kept: dict[int, Kept] = {}
@@ -152,6 +162,19 @@ class Reader(Generic[T]):
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
 
+    def _share(self, link: Link, batch: Batch | None) -> Batch | None:
+        """`batch`, which was read just now, with row numbers in the place of its ids, if all ranks
+        have one: zeros where one has none, and the stream ends. By all ranks."""
+        ahead = None if batch is None else self.kept[self._next - 1]
+        mapped = self._ahead.mapped(link, ahead and ahead.reads)
+        if ahead is None or batch is None:
+            return None
+        if mapped is None:
+            none = torch.zeros_like(batch.ids.values)
+            return replace(batch, ids=replace(batch.ids, values=none))
+        ahead.reads[:] = mapped
+        return as_batch(mapped, self._next - 1)
+
     def first_sizes(self) -> tuple[int, int]:
         """Ids that the first plan looks up, and bytes of its batches, before a thread reads; zeros
         where there are none, or an error comes in their place: at their turn, on all ranks."""
@@ -170,6 +193,8 @@ class Reader(Generic[T]):
     def start(self, engine: CachedTables) -> None:
         """Let the engine's threads read and plan."""
         self.timeout_s = min(self.timeout_s, engine.world.timeout_s)
+        if self._collisions is not None:
+            self._ahead = self._collisions.ahead()
         self.stream = engine.ahead(self)
         _running[self.stream] = engine.world
 
@@ -391,6 +416,12 @@ class Epoch(Generic[T]):
         """Whether nothing more will come of it."""
         return self.exhausted and not self._pending
 
+    @property
+    def next_read(self) -> ReadIds:
+        """The batch that should come next, or was claimed last."""
+        position, micro = self._pending[0]
+        return self._source.kept[position].reads[micro]
+
     def claims(self, features: KeyedJaggedTensor, by_content: bool) -> bool:
         """Whether `features` is the next batch that should come, or of its plan.
 
@@ -438,6 +469,18 @@ class Epoch(Generic[T]):
             raise PlanError("no step is open")
         self._pending.popleft()
         return tables.current, micro
+
+    def replan(self, read: ReadIds) -> None:
+        """Let the batch just claimed be `read`, and plan it and those after it anew. Raises
+        PlanError where its step is open."""
+        position, micro = self._pending[0]
+        if position == self._opened:
+            raise PlanError(
+                "the collision modules were changed between the micro-batches of one step: change "
+                "them between two steps"
+            )
+        self.halt()
+        self._source.kept[position].reads[micro] = read
 
     def altered(self) -> PlanError:
         """The error for a batch that is none of those given out."""

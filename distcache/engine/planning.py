@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 LANE = "planner"
 """Where planning runs, for spans."""
 
+Share = Callable[[Link, Batch | None], Batch | None]
+"""What ranks do together with the batches that they have just read."""
+
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
 
@@ -157,17 +160,19 @@ class StreamPlanner:
     ) -> Iterator[Flight]:
         """Plans of `batches` in order, until the first rank ends, stops or fails.
 
-        `ahead=False` uses a window of L = 0 (planning inline). Raises what went wrong, on every
-        rank after the same step.
+        `batches.share`, where they have it, is given the link and each batch (None where there is
+        none), by all ranks, and returns what is planned. `ahead=False` uses a window of L = 0
+        (planning inline). Raises what went wrong, on every rank after the same step.
         """
         window = self.settings.lookahead if ahead else 0
+        share = getattr(batches, "share", None)
         waiting: deque[Flight] = deque()
         iterator = iter(batches)
         failure: BaseException | None = None
         while True:
             # Without a window nothing is read beyond the step that is decided.
             due = waiting.popleft() if len(waiting) > window > 0 else None
-            asking = Part(self.ingested, Status.STOP) if stop() else self._ask(iterator)
+            asking = self._ask(iterator, stop(), share)
             verdict, planned = self._exchanged(asking, due, len(waiting) >= window > 0)
             if verdict.status is Status.STOP:
                 self._after_stop(verdict, stop)
@@ -199,20 +204,33 @@ class StreamPlanner:
 
     # --- a step is asked for -----------------------------------------------------------------
 
-    def _ask(self, iterator: Iterator[Batch]) -> Part:
+    def _read(self, iterator: Iterator[Batch], stops: bool) -> Batch | Part:
+        """The next batch, or why there is none."""
+        if stops:
+            return Part(self.ingested, Status.STOP)
+        try:
+            return next(iterator)
+        except StopIteration:
+            return Part(self.ingested, Status.END)
+        except Exception as error:
+            return Part(self.ingested, Status.ERROR, error=error)
+
+    def _ask(self, iterator: Iterator[Batch], stops: bool, share: Share | None) -> Part:
         """This rank's part of the next step: the rows of its batch, or why there is none."""
         began, step = time.perf_counter(), self.ingested
+        read = self._read(iterator, stops)
         try:
-            batch = self._prepare(next(iterator))
+            shared = share(self.link, None if isinstance(read, Part) else read) if share else read
+            if isinstance(read, Part):
+                return read
+            batch = self._prepare(shared)
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
                 rank.request(bag.ids, bag.pieces)
                 for rank, bag in zip(self._ranks, bags, strict=True)
             ]
-        except StopIteration:
-            return Part(step, Status.END)
         except Exception as error:
-            return Part(step, Status.ERROR, error=error)
+            return read if isinstance(read, Part) else Part(step, Status.ERROR, error=error)
         flight = Flight(step, batch, bags, requests)
         for region in self.regions:
             request = requests[region.group]
