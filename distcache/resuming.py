@@ -229,6 +229,8 @@ class _Loop:
             for table in own.tables:
                 name = ".".join(filter(None, (path, table.name)))
                 found[f"table {name}"] = f"{table.rows} x {table.dim}, {how}"
+            if len(collection.optimizer.param_groups) > 1:
+                found[".".join(filter(None, (path, "optimizer")))] = "rates by table"
         for name, value in self._dense().items():
             plain = isinstance(value, Tensor)
             found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"
