@@ -230,6 +230,8 @@ class _Loop:
                 name, dtype = ".".join(filter(None, (path, table.name))), own.settings.dtype
                 dtype = dtype if table.dtype is None else f"{table.dtype} updated in {dtype}"
                 found[f"table {name}"] = f"{table.rows} x {table.dim}, {dtype}, {how}"
+            if len(collection.optimizer.param_groups) > 1:
+                found[".".join(filter(None, (path, "optimizer")))] = "rates by table"
         for name, value in self._dense().items():
             plain = isinstance(value, Tensor)
             found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"

@@ -22,8 +22,9 @@ class Draws:
     """The generators that a `DataLoader` and its samplers draw from; none for another iterable.
 
     Where they have none they would draw from torch's, ahead of the steps and at any moment of them,
-    so that dropout on the CPU drew other numbers in every run. They are lent one until `give_back`,
-    whose seed is drawn from torch's.
+    so that dropout on the CPU drew other numbers in every run. Each is lent one until `give_back`,
+    whose seed is drawn from torch's. So is a loader whose workers persist, for they draw a seed
+    once, in a pass of a run that goes on as in one of a run that began: its samplers draw alike.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -31,18 +32,25 @@ class Draws:
         parts: list[Any] = [loader, batches]
         parts += [getattr(part, "sampler", None) for part in parts]
         parts = [p for p in parts if isinstance(p, kinds) and hasattr(p, "generator")]
-        self._without = [part for part in parts if part.generator is None]
-        self._lent = torch.Generator()
-        if self._without:
-            self._lent.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-            for part in self._without:
-                part.generator = self._lent
-        self._first = self._lent.get_state()
+        parts = list({id(part): part for part in parts}.values())
+        persist = getattr(loader, "persistent_workers", False)
+        self._before = [
+            (part, part.generator)
+            for part in parts
+            if part.generator is None or (persist and part is loader)
+        ]
+        without = any(given is None for _, given in self._before)
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if without else 0
+        for at, (part, given) in enumerate(self._before):
+            part.generator = torch.Generator()
+            part.generator.manual_seed(seed + at if given is None else given.initial_seed())
+        self._first = [(part.generator, part.generator.get_state()) for part, _ in self._before]
         self._all = list({id(part.generator): part.generator for part in parts}.values())
 
     def begin_again(self) -> None:
-        """Let the generator that was lent draw what it drew first."""
-        self._lent.set_state(self._first)
+        """Let the generators that were lent draw what they drew first."""
+        for generator, state in self._first:
+            generator.set_state(state)
 
     def states(self) -> list[Tensor]:
         """Of each generator, as it is now."""
@@ -55,8 +63,8 @@ class Draws:
 
     def give_back(self) -> None:
         """Leave the loader as it was."""
-        for part in self._without:
-            part.generator = None
+        for part, given in self._before:
+            part.generator = given
 
 
 class OwnBatches:

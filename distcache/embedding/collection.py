@@ -612,7 +612,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
             pooled = torch.empty(features.stride(), sum(dims), device="meta")
         else:
             step, micro = self._open(features)
-            pooled = step.pooled(micro, features if self._is_weighted else None)
+            of_ids = (step.reads[micro], features, self.device)
+            pooled = step.pooled(micro, self.reader.weights(*of_ids) if self._is_weighted else None)
         return KeyedTensor(keys=self.embedding_names, length_per_key=dims, values=pooled)
 
 

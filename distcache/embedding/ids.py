@@ -275,8 +275,7 @@ class IdReader:
         inverse = inverse if self._pooled else None
         own, taken = [strides[place] for place in places], None
         if inverse is not None:
-            rows = {name: row for row, name in enumerate(inverse[0])}
-            chosen = inverse[1].detach().cpu().long()[[rows[key] for key in self.lookups.features]]
+            chosen = _chosen(inverse, self.lookups.features, own)
             bags = chosen + _offsets(torch.tensor(strides))[places].unsqueeze(1)
             counts, taken = _bags(counts, bags)
             own = [chosen.shape[1]] * len(places)
@@ -290,6 +289,11 @@ class IdReader:
         ids = ids if taken is None else ids[taken]
         joined = JaggedIds(self.lookups.features, ids, _offsets(counts), None)
         return ReadIds(features, joined, taken, tuple(own), versions, _token_of(features))
+
+    def weights(self, read: ReadIds, features: KeyedJaggedTensor, device: torch.device) -> Tensor:
+        """See `ReadIds.weights_of`; `features` may have the ids of `read` in other places."""
+        own = read if read.is_of(features) else self.read(features)
+        return own.weights_of(features, device)
 
     def places(self, keys: list[str]) -> list[int]:
         """Where each lookup's feature is among `keys`; DataError for one that is missing."""
@@ -315,6 +319,23 @@ def _strides(features: KeyedJaggedTensor, keys: list[str], counts: Tensor) -> li
             "have the same number of samples, or stride_per_key_per_rank must say how many"
         )
     return strides
+
+
+def _chosen(
+    inverse: tuple[list[str], Tensor], features: Sequence[str], samples: Sequence[int]
+) -> Tensor:
+    """Of every lookup the sample that has the bag of each sample, int64 `[L, B]`, of `samples`."""
+    rows = {name: row for row, name in enumerate(inverse[0])}
+    if missing := [feature for feature in features if feature not in rows]:
+        raise DataError(f"inverse_indices have no {missing}, only {list(inverse[0])}")
+    chosen = inverse[1].detach().cpu().long()[[rows[feature] for feature in features]]
+    for feature, own, most in zip(features, chosen, samples, strict=True):
+        if len(own) and not 0 <= own.min() <= own.max() < most:
+            raise DataError(
+                f"inverse_indices of feature {feature!r} go from {own.min()} to {own.max()}, but "
+                f"it has {most} samples: give 0 to {most - 1}"
+            )
+    return chosen
 
 
 def _bags(counts: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ class Membership:
         self.made: CollectionTables | None = None
         self.weights: dict[str, Tensor] = {}
         """The tables as parameters, once they were asked for; see `expose`."""
+        self._adopted: tuple[type, dict[str, Any]] | None = None
         self._alone, self._closed, self._error = False, False, ""
         self._initial = draw_weights(recipe)
         if not waits and (process_group is not None or has_group()):
@@ -72,7 +74,7 @@ class Membership:
         name = self.recipe.name
         if self._closed:
             raise PlanError(f"the {name} is closed: make a new one")
-        if self.weights and not self.recipe.in_backward:
+        if self.weights:
             self._adopt()
         if self.made is None and not self._error:
             self._require_tables()
@@ -185,15 +187,17 @@ class Membership:
     def _adopt(self) -> None:
         """Take the optimizer that `apply_optimizer_in_backward` gave all weights, if it did; by all
         ranks, between two steps. Raises ConfigError where there is one already."""
-        found = in_backward(self.weights)
-        if found is None:
+        has_none = isinstance(self.recipe.update, NoUpdate)
+        found = in_backward(self.weights, partly=not has_none)
+        if found is None or found == self._adopted:
             return
-        if not isinstance(self.recipe.update, NoUpdate):
+        if not has_none:
             raise ConfigError(
                 f"the weights of this {self.recipe.name} were given {found[0].__name__} in "
                 f"backward, but it was made with {self.recipe.update}: leave out one of them"
             )
         update, parameters = row_update(*found), self.recipe.parameters
+        self._adopted = found
         self.recipe = replace(self.recipe, updates=[update], in_backward=True)
         parameters.take([update])
         for weight in self.weights.values():

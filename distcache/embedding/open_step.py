@@ -65,15 +65,14 @@ class OpenStep:
 
     # --- forward ----------------------------------------------------------------------------
 
-    def pooled(self, micro: int, weighted: KeyedJaggedTensor | None = None) -> Tensor:
+    def pooled(self, micro: int, weights: Tensor | None = None) -> Tensor:
         """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are;
-        `weighted`: what has the weights of its ids, which may have come since it was read."""
-        read, weights = self.reads[micro], None
-        if weighted is not None:
+        `weights` `[n]`: of its ids, which may have come since it was read."""
+        read, parts = self.reads[micro], None
+        if weights is not None:
             lengths = read.ids.offsets.diff().view(len(read.samples), read.ids.batch_size)
-            counts = lengths.sum(1).tolist()
-            weights = read.weights_of(weighted, self._tables.world.device).split(counts)
-        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro, weights)
+            parts = weights.split(lengths.sum(1).tolist())
+        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro, parts)
         self._watch(micro, [pooled])
         return pooled
 

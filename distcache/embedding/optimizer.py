@@ -100,9 +100,12 @@ def row_update(kind: Any, given: Mapping[str, Any]) -> optim.RowUpdate:
     return own(**{_OURS[key]: values[key] for key in values if _OURS.get(key) in has})
 
 
-def in_backward(weights: Mapping[str, Tensor]) -> tuple[type, dict[str, Any]] | None:
-    """The class and arguments that `apply_optimizer_in_backward` was given for all tables; None
-    where not all have one. Raises ConfigError where they differ."""
+def in_backward(
+    weights: Mapping[str, Tensor], partly: bool = False
+) -> tuple[type, dict[str, Any]] | None:
+    """The class and arguments that `apply_optimizer_in_backward` was given for all tables, or,
+    `partly`, for some; None where not all have one, or none. Raises ConfigError where they
+    differ."""
     found: dict[str, tuple[type, dict[str, Any]]] = {}
     for name, weight in weights.items():
         classes = vars(weight).get("_optimizer_classes", [])
@@ -112,7 +115,7 @@ def in_backward(weights: Mapping[str, Tensor]) -> tuple[type, dict[str, Any]] | 
             )
         if classes:
             found[name] = classes[0], weight._optimizer_kwargs[0]  # type: ignore[attr-defined]
-    if len(found) < len(weights):
+    if not found or (len(found) < len(weights) and not partly):
         return None
     first, *others = found
     for name in others:

@@ -608,6 +608,7 @@ class CollectionTables:
         self._handed.clear()
         self.engine.forget()
         for index, is_count, value, _ in written:
+            self.whole.note_range(index, range(self.tables[index].rows))
             if is_count:
                 self.counts[index] = int(value)
 

@@ -91,7 +91,8 @@ class TableRows:
         """`rows` `[rows, D]`, a view of the store."""
         self._tables, self.index = weakref.ref(tables), index
         self._plain = rows.data  # with a count of changes of its own
-        self._seen, self._memory = self._plain._version, rows.untyped_storage().data_ptr()
+        self._seen = self._plain._version
+        self._memory = range(rows.data_ptr(), rows.data_ptr() + rows.nbytes)
 
     def parameter(self) -> TableWeight:
         """The rows as a parameter."""
@@ -106,12 +107,10 @@ class TableRows:
         return self._tables()
 
     def shares(self, tensor: Any) -> bool:
-        """Whether a tensor lies in the memory of these rows, or of other tables beside them."""
+        """Whether a tensor lies in the memory of these rows."""
         if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
             return False
-        return (
-            tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == self._memory
-        )
+        return tensor.layout == torch.strided and tensor.data_ptr() in self._memory
 
     def is_written(self) -> bool:
         """Whether the rows were written in a way that nobody has noticed."""
@@ -146,6 +145,8 @@ class TableWeight(Tensor):
     ) -> Any:
         """Run `func` on rows that are those of the last step, and notice whether it writes."""
         kwargs = kwargs or {}
+        if func is Tensor.__iter__:  # whose tensors nobody would see
+            return iter(args[0].unbind())
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **kwargs)
@@ -184,7 +185,7 @@ class _Writes(TorchDispatchMode):
     """Has the rows ready before an operation writes to them, and says so afterwards.
 
     A node's ranks share its rows: the first of them writes. The others only draw random numbers,
-    so that generators go on alike.
+    so that generators go on alike, and write what else an operation does.
     """
 
     def __init__(self, rows: Sequence[TableRows]) -> None:
@@ -200,12 +201,20 @@ class _Writes(TorchDispatchMode):
         named = zip(func._schema.arguments, args, strict=False)
         targets = [value for about, value in named if _is_target(about)]
         targets += [kwargs[a.name] for a in func._schema.arguments if _is_target(a, kwargs)]
-        hit = [t for t in tree_leaves(targets) if any(own.shares(t) for own in self._rows)]
-        if not hit or all([self._begin(own) for own in self._rows if own.shares(hit[0])]):
+        targets = [value for value in tree_leaves(targets) if isinstance(value, Tensor)]
+        hit = [t for t in targets if any(own.shares(t) for own in self._rows)]
+        owners = [own for own in self._rows if any(map(own.shares, hit))]
+        if all([self._begin(own) for own in owners]):
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            func(*tree_map_only(Tensor, torch.empty_like, args), **kwargs)
-        return hit[0]
+
+        def scratch(given: Tensor) -> Tensor:  # laid out alike, for that is how numbers are drawn
+            if not any(given is own for own in hit):
+                return given
+            return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype)
+
+        if torch.Tag.nondeterministic_seeded in func.tags or len(hit) < len(targets):
+            func(*tree_map_only(Tensor, scratch, args), **tree_map_only(Tensor, scratch, kwargs))
+        return hit[0] if func._schema.returns else None
 
     def _begin(self, own: TableRows) -> bool:
         if own not in self._written:

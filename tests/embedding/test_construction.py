@@ -258,6 +258,8 @@ WRITES = {
     "halves": lambda weight: weight.data.fill_(0.5),
     "slice": half,
     "ids": lambda weight: weight.data.__setitem__(torch.tensor([0, 5]), 1.0),
+    "rows": lambda weight: [row.mul_(0.5) for row in weight.data],
+    "columns": lambda weight: weight.data[:, :3].normal_(),
     "out": lambda weight: torch.add(weight.data, 1.0, out=weight.data),
     "module": lambda weight: nn.Module.load_state_dict(
         Weights(weight), {"weight": torch.ones(weight.shape)}
@@ -304,6 +306,23 @@ def test_what_is_written_to_a_weight_is_what_the_next_step_reads(write, ahead) -
         return weights_of(model) | {"losses": torch.tensor(losses), "drawn": torch.rand(1)}
 
     assert_same(run(True), run(False))
+
+
+@pytest.mark.usefixtures("kind")
+def test_tables_of_several_widths_are_written_at_once() -> None:
+    ebc = cached("adam", mixed_configs(), rows=700)
+    model, names = Pooled(ebc), [f"t{i}" for i in range(4)]
+    train(model, ebc, batches(2, tables=mixed_configs()))
+    before, mark = weights_of(ebc), ebc.mark()
+    torch._foreach_mul_([views(ebc)[name].weight.data for name in names], 0.5)
+    assert all(len(ids) for ids in ebc.changed_since(mark).values())
+    train(model, ebc, [])
+    assert_same(weights_of(ebc), {key: value * 0.5 for key, value in before.items()})
+    mark = ebc.mark()
+    views(ebc)["t1"].weight.data.copy_(torch.zeros(60, 8))
+    found = ebc.changed_since(mark)
+    assert [name for name in names if len(found[name])] == ["t1"]
+    train(model, ebc, batches(2, tables=mixed_configs()))
 
 
 @pytest.mark.usefixtures("kind")

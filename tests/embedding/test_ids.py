@@ -138,6 +138,33 @@ def test_weights_may_come_after_the_batch_was_read() -> None:
         ebc(few)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_weights_follow_ids_that_the_model_has_in_other_places(count: int) -> None:
+    """Keys in another order than the batch that was read, or some of them."""
+    tables, data = configs()[:count], batches(6, weighted=True)
+    features = [feature for table in tables for feature in table.feature_names]
+
+    class Reordered(Pooled):
+        def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+            parts = ids.to_dict()
+            keys = features[::-1]
+            own = [parts[key] for key in keys]
+            values, weights, lengths = (
+                torch.cat([getattr(one, name)() for one in own])
+                for name in ("values", "weights", "lengths")
+            )
+            return super().forward(dense, KeyedJaggedTensor(keys, values, weights, lengths))
+
+    def run(model: type[Pooled], ahead: bool) -> dict[str, Tensor]:
+        ebc = cached("sgd", tables, is_weighted=True)
+        train(model(ebc), ebc, lookahead(data, ebc) if ahead else data)
+        return weights_of(ebc)
+
+    whole = run(Pooled, False)
+    for ahead in (False, True):
+        assert_same(run(Reordered, ahead), whole)
+
+
 @job
 def weights_on_ranks(rank: int, size: int) -> dict[str, Tensor]:
     """The gradients of this rank's weights in two micro-batches of two steps, by placement."""
@@ -221,6 +248,15 @@ def test_deduplicated_input_is_looked_up_for_each_sample(weighted: bool) -> None
     ebc.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_close(weights_of(ebc), plain.state_dict())
+    for wrong in (-1, 3):
+        beyond = input_of(weights)
+        beyond._inverse_indices = (keys, inverse[order].index_fill(1, torch.tensor([5]), wrong))
+        with pytest.raises(DataError, match=r"of feature 'f0' go from .* but it has 3 samples"):
+            ebc(beyond)
+    less = input_of(weights)
+    less._inverse_indices = (keys[:-1], inverse[order][:-1])
+    with pytest.raises(DataError, match=r"inverse_indices have no \['f0'\], only"):
+        ebc(less)
     alone = input_of(weights)
     alone._inverse_indices = None
     with pytest.raises(DataError, match=r"\[3, 1, 5, 2, 4\] samples: give .* inverse_indices"):

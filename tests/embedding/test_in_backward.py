@@ -216,9 +216,16 @@ def test_what_rows_do_not_have_is_refused() -> None:
     sgd([views(ebc)["t1"].weight], {"lr": 0.1})
     with pytest.raises(ConfigError, match="table 't1' was given 2 optimizers in backward"):
         loss_of(dlrm(ebc), data[0])
-    ebc = fused(optimizer=optim.Adam(0.1))
-    sgd(views(ebc).parameters(), {"lr": 0.1})
-    with pytest.raises(ConfigError, match=r"given SGD in backward, but it was made with Adam\("):
+    for how in ({"optimizer": optim.Adam(0.1)}, {"optimizer_type": torch.optim.Adam}):
+        for some in (4, 1):
+            ebc = fused(**how)
+            sgd([views(ebc)[f"t{i}"].weight for i in range(some)], {"lr": 0.1})
+            with pytest.raises(ConfigError, match=r"given SGD in backward, but .* with Adam\("):
+                loss_of(dlrm(ebc), data[0])
+    ebc = given("sgd", "applied")
+    loss_of(dlrm(ebc), data[0])
+    sgd(views(ebc).parameters(), {"lr": 0.2})
+    with pytest.raises(ConfigError, match="table 't0' was given 2 optimizers in backward"):
         loss_of(dlrm(ebc), data[0])
     ebc = given("sgd", "class")
     model = dlrm(ebc)
@@ -278,7 +285,10 @@ def test_it_is_one_of_torchrecs_combined_optimizers_and_resumes_exactly() -> Non
     second, after, rest = make()
     run(after, rest, data[7:8])  # state of its own, in the cache, that the load replaces
     after.load_state_dict(tables)
+    mark = second.mark()
     rest.load_state_dict(state)
+    changed = second.changed_since(mark)
+    assert all(len(changed[own.name]) == own.num_embeddings for own in mixed_configs())
     assert run(after, rest, data[5:]) == rates[5:]
     assert_same(weights_of(after), weights_of(model))
     assert second.tables.counts == ebc.tables.counts == [12] * 4
@@ -324,6 +334,17 @@ def on_ranks(rank: int, size: int, how: str) -> dict:
     torch.manual_seed(10 + rank)
     nn.init.uniform_(torch.empty(400, 8))
     assert torch.equal(drawn, torch.rand(4))  # generators go on as if each rank had a table
+    torch.manual_seed(10 + rank)
+    columns, plain = views(ebc)["t0"].weight.data[:, :3], torch.zeros(60, 8)
+    columns.normal_()
+    drawn = torch.rand(4)
+    torch.manual_seed(10 + rank)
+    torch.empty(400, 8)[:, :3].normal_()  # laid out otherwise it would draw others
+    assert torch.equal(drawn, torch.rand(4))
+    torch.manual_seed(10)
+    nn.init.uniform_(views(ebc)["t0"].weight)
+    torch._foreach_copy_([views(ebc)["t1"].weight.data, plain], [torch.ones(60, 8)] * 2)
+    assert plain.all() and views(ebc)["t1"].weight.all()
     start = weights_of(ebc)
     if how == "applied":
         in_backward(kind, views(ebc).parameters(), settings)

@@ -311,7 +311,7 @@ def test_nothing_is_written_where_it_could_not_be_read_again(saved, monkeypatch)
     loop.end()
 
 
-@pytest.mark.parametrize("other", ["dtype", "rows", "optimizer", "dense", "run"])
+@pytest.mark.parametrize("other", ["dtype", "rows", "rates", "optimizer", "dense", "run"])
 def test_another_loops_checkpoint_is_refused_by_name_and_changes_nothing(saved, other) -> None:
     loop = Loop(dtype=torch.float32) if other == "dtype" else Loop()
     match = r"table first.t0 was 400 x 8, torch.float64, Adagrad\(.*, is 400 x 8, torch.float32"
@@ -320,6 +320,14 @@ def test_another_loops_checkpoint_is_refused_by_name_and_changes_nothing(saved, 
         loop.model.second = cached("adam", dtype=torch.float64)
         loop.all[2] = loop.model.second.optimizer
         match = r"table second.t0 was 400 x 8, .*, SGD\(.*, is 400 x 8, .*, Adam\("
+    elif other == "rates":
+        loop.model.second.close()
+        rates = {table.name: distcache.optim.SGD(0.1 * at) for at, table in enumerate(configs())}
+        loop.model.second = distcache.CachedEmbeddingBagCollection(
+            configs(), optimizer=rates, rows=260, dtype=torch.float64, seed=0
+        )
+        loop.all[2] = loop.model.second.optimizer
+        match = "second.optimizer was not there, is rates by table"
     elif other == "optimizer":
         loop.all[0] = torch.optim.SGD(loop.model.over.parameters(), lr=0.1)
         match = r"optimizers\[0\] was Adam, .* is SGD"

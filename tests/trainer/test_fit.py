@@ -27,7 +27,7 @@ import distcache
 from distcache.comm.world import close_world, open_world
 from distcache.config.keys import flat_settings
 from distcache.data.batch import JaggedIds
-from distcache.data.own import OwnBatches, as_batch, digest_of, read_position
+from distcache.data.own import Draws, OwnBatches, as_batch, digest_of, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.fitting import _summed, own_config, table_specs
 from distcache.parallel.base import OptimizerSpec
@@ -639,6 +639,44 @@ def test_stopped_anywhere_a_loader_goes_on_the_same(make):
         assert [(b.index, b.epoch) for b in whole] == [(step, step // 7) for step in range(14)]
         for batch in whole:
             assert torch.equal(batch.dense, item(batch.index % 7)[0])
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loader_whose_workers_persist_goes_on_in_the_same_order(given):
+    """They draw a seed once, by the first look or as a pass begins."""
+
+    def order(batches) -> list[float]:
+        return [batch.dense.sum().item() for batch in batches]
+
+    def make() -> DataLoader:
+        data, own = slices(count=6), torch.Generator().manual_seed(3) if given else None
+        how = {"sampler": RandomSampler(data, generator=own), "generator": own}
+        return DataLoader(data, None, num_workers=1, persistent_workers=True, **how)
+
+    loader = make()
+    before = loader.generator
+    own, batches = opened(loader, epochs=3)
+    whole, positions = [], []
+    for step in range(18):
+        positions.append(own.position(step, {}) if step else None)
+        whole += order([next(batches)])
+    own.close()
+    assert loader.generator is before and whole[:6] != whole[6:12]
+    for step in (2, 6, 9, 15):
+        for looks in (False, True):
+            again = OwnBatches(make(), SCENARIO.features, epochs=3)
+            if looks:
+                again.first_look()
+            again.resume(read_position(positions[step]))
+            again.open()
+            assert order(again.batches(step)) == whole[step:]
+            again.close()
+    loader = make()
+    draws, found = Draws(loader), []
+    for _ in range(2):
+        draws.begin_again()
+        found.append([dense.sum().item() for dense, *_ in loader])
+    assert (found[0] == found[1]) == (not given)  # one that was given goes on
 
 
 @pytest.mark.parametrize("make", [Resumable, slices])
