@@ -280,14 +280,16 @@ class _Coming:
     """A batch between the modules and the collection: as it came (`raw`), in the order of the
     modules (`ordered`), what a look-ahead or the open step knows of it (`stream`, `known`), the ids
     of all ranks (`whole`), and what came out (`features`). `foreseen`: whether it was mapped from
-    where the modules stand now."""
+    where the modules stand now; `repeats`: a forward that backward runs again (activation
+    checkpointing), which counts once."""
 
     raw: KeyedJaggedTensor
     ordered: KeyedJaggedTensor
     stream: Epoch | None
     known: MappedIds | None
     whole: Whole | None
-    foreseen: bool
+    foreseen: bool = True
+    repeats: bool = False
     undo: ExitStack = field(default_factory=ExitStack)
     features: KeyedJaggedTensor | None = None
 
@@ -361,9 +363,9 @@ class Collisions:
 
     def _begin(self, own: CachedCollection, raw: KeyedJaggedTensor) -> _Coming:
         tables, maps, stream, known = own.tables, self.maps, None, None
-        link, found = host_link(tables.world), own.find_step(tables, raw)
-        if found is not None:
-            stream, micro = found
+        link, place = host_link(tables.world), own.find_step(tables, raw)
+        if place is not None:
+            stream, micro = place
             read = tables.current.reads[micro] if stream is None else stream.next_read
             known = read if isinstance(read, MappedIds) else None
         whole = known and known.whole
@@ -372,17 +374,18 @@ class Collisions:
                 "this look-ahead began before its collection had collision modules: make the "
                 "module around both first, then the look-ahead"
             )
-        coming = _Coming(raw, self.ordered(raw), stream, known, whole, True)
-        if stream is None and whole is not None:  # once more: activation checkpointing
+        coming = _Coming(raw, self.ordered(raw), stream, known, whole)
+        if stream is None and whole is not None and torch._C._current_graph_task_id() != -1:
+            coming.repeats = True
             for module in maps.modules.values():
                 coming.undo.callback(module.train, module.training)
                 module.eval()
             return coming
+        if stream is None:
+            coming.whole = whole = None
         if stream is None and maps.state[2]:
-            if known is not None:  # it was evaluated
-                tables.end_current()
-            (whole,) = _gather(link, [(coming.ordered, time.time())], maps.digest) or (None,)
-            coming.known, coming.whole = None, whole
+            found = _gather(link, [(coming.ordered, time.time())], maps.digest)
+            coming.whole = whole = found[0] if found else None
         if whole is not None:
             if stream is not None and self._written != self._versions():
                 whole.before = ()
@@ -400,20 +403,21 @@ class Collisions:
         if not isinstance(output, KeyedJaggedTensor):  # an error
             self._coming = None
             return None
-        coming.features, whole, stream = output, coming.whole, coming.stream
-        rank, known = own.tables.world.rank, coming.known
-        again = known is not None and stream is None
+        coming.features, whole, known = output, coming.whole, coming.known
         if whole is None:
             return None
-        if not again:
-            was = whole.mapped
+        rank = own.tables.world.rank
+        if not coming.repeats:
+            was = known.whole.mapped if known is not None and known.whole is not None else ()
             self.maps.note(whole, output)
             whole.applied, self._written = True, self._versions()
-            same = coming.foreseen and all(map(torch.equal, was, whole.mapped))
-            if stream is not None and known is not None and not same:
+            same = coming.foreseen and len(was) > 0 and all(map(torch.equal, was, whole.mapped))
+            if known is not None and coming.stream is not None and not same:
                 features = whole.own(known.raw.source, self.ordered(known.raw.source), rank)
-                stream.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
-        if again or own.tables.world.size > 1:
+                coming.stream.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
+            elif known is not None and not same:
+                own.tables.end_current()  # once more, and other rows: a step of its own
+        if coming.repeats or own.tables.world.size > 1:
             coming.features = whole.own(coming.raw, coming.ordered, rank)
         return coming.features
 
