@@ -163,10 +163,14 @@ class _Loop:
             model = model.module if inner is None else inner
         self._model = model
         named = model.named_modules()
-        self._collections = {
+        self._found = {
             name: m
             for name, m in named
             if isinstance(m, CachedCollection) and m.reader.lookups.specs  # and not tables=[]
+        }
+        first = {m._member: name for name, m in reversed(self._found.items())}
+        self._collections = {  # their tables once, without those that copies read
+            name: m for name, m in self._found.items() if first[m._member] == name
         }
         for at, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
@@ -208,12 +212,12 @@ class _Loop:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """The model's `state_dict` is meanwhile that of the dense part."""
-        for collection in self._collections.values():
+        for collection in self._found.values():
             collection.is_aside = True
         try:
             yield
         finally:
-            for collection in self._collections.values():
+            for collection in self._found.values():
                 collection.is_aside = False
 
     def _dense(self) -> dict[str, Any]:

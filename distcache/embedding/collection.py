@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,10 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.fx
 from torch import Tensor, nn
 
 from distcache.comm.link import agree_on, on_first, together
+from distcache.embedding.graphs import (
+    as_exported,
+    as_node,
+    is_traced,
+    let_ir_take,
+    sequences_as_exported,
+    sequences_on_meta,
+)
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
@@ -117,6 +125,8 @@ class CachedCollection(nn.Module):
         self.optimizer = RowOptimizer(self._member)
         self._frozen = set[str]()
         self._views: tuple[Mapping[str, Tensor], nn.ModuleDict] | None = None
+        self._copied: tuple[CachedCollection, ...] = ()
+        """That whose tables these are, where this is a copy."""
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=where))
@@ -186,43 +196,52 @@ class CachedCollection(nn.Module):
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        trains, update = self.training and torch.is_grad_enabled(), self._recipe.update
+        trains, update = self._trains and not self._copied, self._recipe.update
         if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
             raise update.missing()
         batch = features if self.collisions is None else self.collisions.given(features)
-        found, current = self.find_step(tables, batch), tables.current
-        if found is not None and found[0] is not None:
-            return found[0].open_next(self._frozen_now())
-        if found is not None and current is not None:
-            return current, found[1]
+        found = self.find_step(tables, batch)
+        if found is not None:
+            where, micro = found
+            if isinstance(where, OpenStep):
+                return where, micro
+            return where.open_next(self._frozen_now())
         tables.end_current()
         read = self.reader.read(features)
         read = read if self.collisions is None else self.collisions.noted(read)
-        planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
+        recorded = torch.is_grad_enabled() and not self._copied
+        planned = tables.plan_inline([read], "train" if recorded else "eval")
         return tables.open(planned, [read], self._frozen_now()), 0
 
     def find_step(
         self, tables: CollectionTables, features: KeyedJaggedTensor
-    ) -> tuple[Epoch | None, int] | None:
-        """The look-ahead of which `features` is the next batch, or None and its place in the open
-        step; None where it is neither, PlanError if another batch is awaited in training."""
-        trains, current = self.training and torch.is_grad_enabled(), tables.current
+    ) -> tuple[Epoch | OpenStep, int] | None:
+        """The look-ahead of which `features` is the next batch, or the step that has it and its
+        place there; None where it is neither, PlanError if another batch is awaited in training."""
+        trains = self._trains and not self._copied
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:
                 if stream.claims(features, by_content):
                     return stream, 0
-            for micro, read in enumerate(current.reads if current is not None else []):
+            for step, micro in tables.earlier.lookups():
+                read = step.reads[micro]
                 if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                    return None, micro
+                    return step, micro
         for stream in tables.streams:
             if trains and stream.awaits:
                 raise stream.altered()
         return None
 
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
     # --- training ---------------------------------------------------------------------------
 
     def step(self) -> None:
         """Apply the step's row gradients: `optimizer.step()`."""
+        if self._copied:
+            raise self._reads_alone("step")
         self.optimizer.step()
 
     def reduce(self) -> None:
@@ -232,9 +251,9 @@ class CachedCollection(nn.Module):
         embeddings, so that backward did not come here, calls this instead. Raises PlanError
         before the last micro-batch.
         """
-        tables = self.tables
-        if tables.current is not None:
-            tables.current.ready(without_backward=True)
+        step = self.tables.earlier.joined()
+        if step is not None:
+            step.ready(without_backward=True)
 
     def freeze(self, *tables: str) -> None:
         """From the next step on, leave these tables as they are; by all ranks before the same step.
@@ -264,7 +283,8 @@ class CachedCollection(nn.Module):
 
     def _frozen_now(self) -> frozenset[int]:
         """The frozen tables by index: what a step is opened with."""
-        specs, all_of_them = self._recipe.lookups.specs, not self.trainable.requires_grad
+        flag = (self._copied or (self,))[0].trainable
+        specs, all_of_them = self._recipe.lookups.specs, not flag.requires_grad
         frozen = self._frozen | self._member.frozen()
         named = (at for at, spec in enumerate(specs) if all_of_them or spec.name in frozen)
         return frozenset(named)
@@ -384,8 +404,9 @@ class CachedCollection(nn.Module):
             log.info("from %s: %s", folder, said)
 
     def close(self) -> None:
-        """Stop planning and let go of the tables; safe to call twice."""
-        self._member.close()
+        """Stop planning and let go of the tables, of which a copy has none; safe to call twice."""
+        if not self._copied:
+            self._member.close()
 
     # --- nn.Module --------------------------------------------------------------------------
 
@@ -472,11 +493,44 @@ class CachedCollection(nn.Module):
         if self.device.type == "meta" and where.type != "meta":
             self._member.move(_concrete(where))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedCollection:
+        """A module over the same tables, which reads what they are then, and trains nothing."""
+        copied = type(self).__new__(type(self))
+        own = vars(self) | {"_views": None, "_copied": ()}
+        shared = (own[name] for name in ("_member", "reader", "optimizer", "_frozen"))
+        memo.update({id(self): copied} | {id(one): one for one in shared})
+        vars(copied).update(copy.deepcopy(own, memo), _copied=self._copied or (self,))
+        if not self._member.was_copied:
+            self._member.was_copied = True
+            log.warning(
+                "a copy of a %s has no tables of its own: it reads those of the first, which go on "
+                "training. To keep them as they are, use distcache.save, or copy its state_dict()",
+                type(self).__name__,
+            )
+        return copied
+
+    def _refuse(self, found: Sequence[Tensor]) -> None:
+        """Let no gradient come to what a copy in training has given out."""
+
+        def refuse(gradient: Tensor) -> None:
+            raise self._reads_alone("be trained")
+
+        if self._copied and self._trains and self.trainable.requires_grad:
+            for values in found:
+                values.requires_grad_(True).register_hook(refuse)
+
+    def _reads_alone(self, what: str) -> PlanError:
+        return PlanError(
+            f"a copy (copy.deepcopy) of a {type(self).__name__} cannot {what}: it reads the tables "
+            "of the first, which has the steps. Call it after eval() or in torch.no_grad(), or "
+            "freeze it by requires_grad_(False); to train other tables make another collection"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise PlanError: the tables are shared memory that other ranks hold too."""
         raise PlanError(
-            f"a {type(self).__name__} can be neither copied nor pickled: save its state_dict(), "
-            "and load that into a new one"
+            f"a {type(self).__name__} cannot be pickled (copy.deepcopy gives a module over the "
+            "same tables): save its state_dict(), and load that into a new one"
         )
 
     def extra_repr(self) -> str:
@@ -485,12 +539,6 @@ class CachedCollection(nn.Module):
             f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
             for table in self._recipe.lookups.specs
         )
-
-
-def _as_leaf(collection: CachedCollection, features: torch.fx.Proxy) -> Any:
-    """The call of a collection in a graph that torch.fx traces: one node, whatever is inside."""
-    name = features.tracer.path_of_module(collection)
-    return features.tracer.create_proxy("call_module", name, (features,), {})
 
 
 def _concrete(device: torch.device | str | None) -> torch.device:
@@ -573,6 +621,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
+        let_ir_take(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -598,6 +647,13 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         """The keys of the `KeyedTensor`: `feature`, or `feature@table` for a shared feature."""
         return list(self.reader.lookups.names)
 
+    # As TorchRec's own has them, for what looks inside.
+    _embedding_names = embedding_names
+
+    @property
+    def _lengths_per_embedding(self) -> list[int]:
+        return list(self.reader.lookups.dims)
+
     @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings `[b, sum of widths]`; called by all ranks.
@@ -605,16 +661,20 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        if isinstance(features, torch.fx.Proxy):
-            return _as_leaf(self, features)
-        dims = list(self.reader.lookups.dims)
-        if self.device.type == "meta":
-            pooled = torch.empty(features.stride(), sum(dims), device="meta")
+        if is_traced(features):
+            return as_node(self, features)
+        if torch.compiler.is_exporting():
+            pooled = torch.cat(as_exported(features, self._lengths_per_embedding), dim=1)
+        elif self.device.type == "meta":
+            size = features.stride(), sum(self._lengths_per_embedding)
+            pooled = torch.empty(size, device="meta")
         else:
             step, micro = self._open(features)
             of_ids = (step.reads[micro], features, self.device)
-            pooled = step.pooled(micro, self.reader.weights(*of_ids) if self._is_weighted else None)
-        return KeyedTensor(keys=self.embedding_names, length_per_key=dims, values=pooled)
+            weights = self.reader.weights(*of_ids) if self._is_weighted else None
+            pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
+            self._refuse([pooled])
+        return KeyedTensor(self.embedding_names, self._lengths_per_embedding, pooled)
 
 
 # -----------------------------------------------------------------------------
@@ -701,12 +761,16 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        if isinstance(features, torch.fx.Proxy):
-            return _as_leaf(self, features)
+        if is_traced(features):
+            return as_node(self, features)
+        if torch.compiler.is_exporting():
+            return sequences_as_exported(self.reader.lookups, features, self._need_indices)
         if self.device.type == "meta":
-            return self._on_meta(features)
+            return sequences_on_meta(self.reader.lookups, features, self._need_indices)
         step, micro = self._open(features)
-        ids, rows, device = step.reads[micro].ids, step.rows(micro), self._recipe.device
+        ids, device = step.reads[micro].ids, self._recipe.device
+        rows = step.rows(micro, reads_alone=bool(self._copied))
+        self._refuse(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names
         dtype = torch.int64 if given is None else given.dtype
         by_lookup = ids.offsets.diff().view(len(names), ids.batch_size)
@@ -723,13 +787,3 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             )
             for at, name in enumerate(names)
         }
-
-    def _on_meta(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        found, lookups = features.to_dict(), self.reader.lookups
-        rows: dict[str, JaggedTensor] = {}
-        for name, key, dim in zip(lookups.names, lookups.features, lookups.dims, strict=True):
-            ids = found[key]
-            values = torch.empty(len(ids.values()), dim, device="meta")
-            indices = ids.values() if self._need_indices else None
-            rows[name] = JaggedTensor(values, indices, ids.lengths())
-        return rows

@@ -32,6 +32,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distcache.comm.link import Link, host_link
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import ReadIds
+from distcache.embedding.open_step import OpenStep
 from distcache.errors import ConfigError, DistcacheError, PeerError, PlanError
 
 if TYPE_CHECKING:
@@ -365,8 +366,11 @@ class Collisions:
         tables, maps, stream, known = own.tables, self.maps, None, None
         link, place = host_link(tables.world), own.find_step(tables, raw)
         if place is not None:
-            stream, micro = place
-            read = tables.current.reads[micro] if stream is None else stream.next_read
+            where, micro = place
+            if isinstance(where, OpenStep):
+                read = where.reads[micro]
+            else:
+                stream, read = where, where.next_read
             known = read if isinstance(read, MappedIds) else None
         whole = known and known.whole
         if stream is not None and whole is None:

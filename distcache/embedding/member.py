@@ -56,6 +56,8 @@ class Membership:
         self.weights: dict[str, Tensor] = {}
         """The tables as parameters, once they were asked for; see `expose`."""
         self._adopted: tuple[type, dict[str, Any]] | None = None
+        self.was_copied = False
+        """Whether a copy of the collection was made, and said what it is."""
         self._alone, self._closed, self._error = False, False, ""
         self._initial = draw_weights(recipe)
         if not waits and (process_group is not None or has_group()):

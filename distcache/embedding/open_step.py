@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distcache.embedding.ids import ReadIds
+from distcache.engine.gradients import DeviceBags
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Flight, Span, Stage
 from distcache.engine.tables import Owners, StepRows
 from distcache.errors import PlanError
 
 if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
     from distcache.embedding.step import CollectionTables
 
 
@@ -31,8 +30,11 @@ class OpenStep:
     there. The end of the backward pass in which the last micro-batch has taken part sums them over
     the ranks: from then on the `.grad` of `view.params` is what will be applied. `finite`: bool
     `[1]` on the device, the same on all ranks, whether all sums were; `owners`: by group, the
-    table of each of its rows, where they are not all updated alike.
+    table of each of its rows, where they are not all updated alike. `ahead`: whether it was read
+    ahead; `joined`: whether it has the gradients of several, see `EarlierSteps`.
     """
+
+    joined = False
 
     def __init__(
         self,
@@ -48,9 +50,12 @@ class OpenStep:
         """Whether any table of each group is updated."""
         self.leaves: list[Tensor] | None = None
         """None once the rows have changed, or the step has ended."""
+        self.ahead = flight.stream is not None
         self._began = self._looked_up = 0.0
         self._forwarded: set[int] = set()
-        self._backed: set[int] = set()
+        self.backed: set[int] = set()
+        self._kept: list[OpenStep] | None = []
+        """What the graphs of lookups hold; None once it is this step."""
         self.reduced = False
         self.finite: Tensor | None = None
         self.owners: list[Owners | None] = []
@@ -60,27 +65,45 @@ class OpenStep:
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be applied or dropped."""
-        waiting = (*(self.leaves or []), *(part.rows for part in self.view.parts))
+        waiting = (*(self.leaves or []), *(part.rows for part in self._parts))
         return any(tensor.grad is not None for tensor in waiting)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a forward pass was recorded, so that a backward pass may come."""
+        return bool(self._forwarded) and self.leaves is not None
+
+    @property
+    def is_backed(self) -> bool:
+        """Whether backward passes have come to all micro-batches."""
+        return len(self.backed) == len(self.reads)
 
     # --- forward ----------------------------------------------------------------------------
 
-    def pooled(self, micro: int, weights: Tensor | None = None) -> Tensor:
+    def pooled(
+        self, micro: int, weights: Tensor | None = None, reads_alone: bool = False
+    ) -> Tensor:
         """The bags of micro-batch `micro`, `[b, sum of widths]`, recorded if gradients are;
-        `weights` `[n]`: of its ids, which may have come since it was read."""
+        `weights` `[n]`: of its ids, which may have come since it was read. `reads_alone`: rows get
+        no gradient of it."""
         read, parts = self.reads[micro], None
         if weights is not None:
             lengths = read.ids.offsets.diff().view(len(read.samples), read.ids.batch_size)
             parts = weights.split(lengths.sum(1).tolist())
-        pooled = self._tables.engine.pooled(self.flight, self._current_leaves(), micro, parts)
-        self._watch(micro, [pooled])
+        leaves = self._leaves_for(reads_alone)
+        pooled = self._tables.engine.pooled(self.flight, leaves, micro, parts)
+        self._watch(micro, [] if reads_alone else [pooled])
         return pooled
 
-    def rows(self, micro: int) -> list[Tensor]:
+    def rows(self, micro: int, reads_alone: bool = False) -> list[Tensor]:
         """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""
-        found = self._tables.engine.lookup(self.flight, self._current_leaves(), micro)
-        self._watch(micro, found)
+        found = self._tables.engine.lookup(self.flight, self._leaves_for(reads_alone), micro)
+        self._watch(micro, [] if reads_alone else found)
         return found
+
+    def _leaves_for(self, reads_alone: bool) -> list[Tensor]:
+        leaves = self._current_leaves()
+        return [leaf.detach() for leaf in leaves] if reads_alone else leaves
 
     def _current_leaves(self) -> list[Tensor]:
         """The leaves; read again once a step has changed its rows, by all ranks."""
@@ -96,6 +119,7 @@ class OpenStep:
             pairs = zip(leaves, self.trains, strict=True)
             self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
             self.view = StepRows(self._tables.engine, self.flight, self.leaves)
+        self._parts, self._params = self.view.parts, self.view.params
         own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
 
         def after_accumulate(leaf: Tensor) -> None:
@@ -109,16 +133,17 @@ class OpenStep:
                 leaf.register_post_accumulate_grad_hook(after_accumulate)
         self._tables.show_leaves(self.view.params)
 
-    def _watch(self, micro: int, found: Iterable[Tensor]) -> None:
+    def _watch(self, micro: int, found: Sequence[Tensor]) -> None:
         """Learn when a backward pass goes through this lookup, if gradients are recorded."""
         self._looked_up = time.perf_counter()
-        if not torch.is_grad_enabled():
+        if not (found and torch.is_grad_enabled()):
             return
         self._forwarded.add(micro)
-        backed = self._backed  # not the step, which a graph that somebody keeps would hold
+        backed = self.backed  # not the step, which a graph that somebody keeps would hold
+        kept = self if self._kept is None else self._kept
         for tensor in found:
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: backed.add(micro))
+                tensor.register_hook(lambda gradient, kept=kept: backed.add(micro))
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -126,7 +151,7 @@ class OpenStep:
         """A backward pass has added to the gradient of `leaf`: look at the end of the pass."""
         if self.leaves is None or not any(leaf is own for own in self.leaves):
             raise _too_late()
-        if self.reduced:
+        if self._tables.current is not None and self._tables.current.reduced:
             raise PlanError(
                 f"step {self.flight.step}: a backward pass came after its row gradients were "
                 "summed over the ranks; sum the losses of one step and call backward once, or read "
@@ -137,11 +162,38 @@ class OpenStep:
             self._task = task
             # Behind what others have queued by the end of the pass: DDP may issue its own there.
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_of_backward))
+            queue(lambda: queue(self._tables.earlier.end_of_backward))
 
-    def _end_of_backward(self) -> None:
-        if len(self._backed) == len(self.reads):
-            self.reduce()
+    def outlive(self) -> None:
+        """Another step opens, but a backward pass may still come: whoever holds the graph of a
+        lookup holds the step, which holds no tables and no plan."""
+        if self._kept is not None:
+            self._kept.append(self)
+        self._kept, self._tables = None, weakref.proxy(self._tables)
+        self._parts, self._params = [], []
+        del self.view
+        self.flight = replace(self.flight, plans=[], where=[], stream=None)
+
+    def take_over(
+        self, others: Sequence[tuple[list[list[DeviceBags]], list[Tensor | None]]]
+    ) -> None:
+        """Begin with the gradients of other steps, whose micro-batches are those of this one, in
+        order: the lookups of each step's, and the gradients of its leaves `[U' + N', D]`."""
+        self.joined, own = True, iter(self.flight.lookups)
+        self._forwarded.update(range(len(self.reads)))
+        self.backed.update(self._forwarded if others else ())
+        for lookups, gradients in others:
+            pairs = [list(zip(next(own), there, strict=True)) for there in lookups]
+            for group, (leaf, gradient) in enumerate(
+                zip(self.leaves or [], gradients, strict=True)
+            ):
+                if gradient is None:
+                    continue
+                found = torch.zeros_like(leaf)
+                for here, there in (pair[group] for pair in pairs):  # the same ids, in one order
+                    rows = gradient.index_select(0, there.positions)
+                    found.index_put_((here.positions.long(),), rows)
+                leaf.grad = found if leaf.grad is None else leaf.grad + found
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -161,11 +213,11 @@ class OpenStep:
 
     def drop(self) -> None:
         """Forget the gradients so far (`zero_grad`)."""
-        for tensor in (*(self.leaves or []), *self.view.params):
+        for tensor in (*(self.leaves or []), *self._params):
             tensor.grad = None
         if self.reduced:  # all of them are gone: what comes now begins the step anew
             self._forwarded.clear()
-            self._backed.clear()
+            self.backed.clear()
         self.reduced = False
 
     def ready(self, without_backward: bool = False) -> bool:
@@ -174,10 +226,10 @@ class OpenStep:
         Raises PlanError where a step would lose part, and, unless `without_backward`, where no
         backward pass has come here.
         """
-        seen = self._forwarded | self._backed
+        seen = self._forwarded | self.backed
         if self.leaves is None or not seen or not any(self.trains):
             return False
-        if (self._backed or self.reduced) and not self.pending:
+        if (self.backed or self.reduced) and not self.pending:
             return False  # dropped by zero_grad
         total, number = len(self.reads), self.flight.step
         if len(seen) < total:
@@ -185,7 +237,7 @@ class OpenStep:
                 f"step {number} was read as {total} micro-batches (accumulate={total}), of which "
                 f"{len(seen)} have gone through the model: call step() after the last"
             )
-        if not (self._backed or self.reduced or without_backward):
+        if not (self.backed or self.reduced or without_backward):
             raise PlanError(
                 f"step {number}: step() without a backward pass through the collection; call "
                 "loss.backward() first, or no step(); where the loss of this rank alone does not "
@@ -199,8 +251,9 @@ class OpenStep:
         self.drop()
         self.leaves = None
         self._forwarded.clear()
-        self._backed.clear()
-        self._tables.show_leaves([])
+        self.backed.clear()
+        if self._kept is not None:
+            self._tables.show_leaves([])
 
     def _span(self, stage: Stage, end: float) -> None:
         span = Span(stage.name, TRAINING_LANE, self.flight.step, self._began, end)
@@ -213,9 +266,92 @@ class OpenStep:
             self.flight.batch = replace(self.flight.batch, kind="eval")
 
 
+class EarlierSteps:
+    """The steps since the last that was applied whose forwards were recorded, before others came.
+
+    A backward pass may still come to them, as long as somebody holds the graph of a lookup; then
+    its step, and that which is open, if it came there too, become one of the rows of all.
+    """
+
+    def __init__(self, tables: CollectionTables) -> None:
+        self._tables: CollectionTables = weakref.proxy(tables)  # which has this
+        self._steps: list[weakref.ref[OpenStep]] = []
+
+    def __iter__(self) -> Iterator[OpenStep]:
+        """Those to which backward may come, in order."""
+        return iter([step for ref in self._steps if (step := ref()) is not None])
+
+    def with_open(self) -> list[OpenStep]:
+        """These, and the one that is open."""
+        return [*self, *([] if self._tables.current is None else [self._tables.current])]
+
+    def lookups(self) -> list[tuple[OpenStep, int]]:
+        """What may be looked up once more, step and micro-batch: of the open one; inside a backward
+        pass, which may compute what was not kept, of all."""
+        inside = torch._C._current_graph_task_id() != -1
+        steps = [step for step in self.with_open() if inside or step is self._tables.current]
+        return [(step, micro) for step in steps for micro in range(len(step.reads))]
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients of any, or of the open one, wait to be applied or dropped."""
+        return any(step.pending for step in self.with_open())
+
+    def add(self, step: OpenStep) -> None:
+        """The open step ends, for another one."""
+        step.outlive()
+        self._steps = [*map(weakref.ref, self), weakref.ref(step)]
+
+    def forget(self) -> None:
+        """No backward pass may come any more."""
+        for step in self:
+            step.close()
+        self._steps.clear()
+
+    def end_of_backward(self) -> None:
+        """A backward pass that came to rows has ended: sum up what it left, once one has come to
+        the last lookups that were recorded."""
+        recorded = [step for step in self.with_open() if step.recorded]
+        if recorded and recorded[-1].is_backed:
+            step = self.joined()
+            if step is not None:
+                step.reduce()
+
+    @torch.no_grad()
+    def joined(self) -> OpenStep | None:
+        """The open step; where backward has come to steps before it, one of the rows of all to
+        which it came, planned now, with the gradients that each has. By all ranks.
+
+        Raises PlanError where several were read ahead, StepTooLargeError where the cache does not
+        hold all rows.
+        """
+        tables, last = self._tables, self._tables.current
+        if last is not None and last.reduced:
+            return last
+        if not (self._steps and tables.of_any_rank(any(step.pending for step in self))):
+            return last
+        steps = self.with_open()
+        parts = [step for step in steps if step.pending]
+        if sum(step.ahead for step in parts) > 1:
+            raise PlanError(
+                "one backward pass came to several batches that were read ahead, each as a step of "
+                f"its own: read them with lookahead(batches, ebc, accumulate={len(parts)})"
+            )
+        taken = [[(step, micro) for micro in sorted(step.backed)] for step in parts]
+        reads = [step.reads[micro] for own in taken for step, micro in own]
+        lookups = [[step.flight.lookups[micro] for step, micro in own] for own in taken]
+        gradients = [[leaf.grad for leaf in step.leaves or []] for step in parts]
+        reads, frozen = reads or steps[-1].reads, steps[-1].frozen
+        for step in steps:
+            step.close()
+        self._steps.clear()
+        step = tables.open(tables.plan_inline(reads, "train"), reads, frozen)
+        step.take_over(list(zip(lookups, gradients, strict=True)))
+        return step
+
+
 def _too_late() -> PlanError:
     return PlanError(
-        "a backward pass reached the rows of a step that has ended: call backward before step() "
-        "and before the next batch's forward; for several batches per step read with "
-        "lookahead(batches, ebc, accumulate=k)"
+        "a backward pass reached the rows of a step that has ended: call backward before step(); "
+        "for several batches per step read with lookahead(batches, ebc, accumulate=k)"
     )

@@ -204,9 +204,8 @@ class RowOptimizer(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the row gradients gathered so far; they are always set to None."""
-        tables = self._member.made
-        if tables is not None and tables.current is not None:
-            tables.current.drop()
+        if self._member.made is not None:
+            self._member.made.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the group that the optimizer is made with; raises ConfigError for another."""

@@ -163,7 +163,12 @@ class CachedEmbeddingBag(CachedModule):
             bags = len(input) if offsets is None else len(offsets) - self.include_last_offset
             return torch.empty(bags, self.embedding_dim, device="meta", dtype=self._table.dtype)
         step, micro = self._open(given)
-        return step.pooled(micro, None if per_sample_weights is None else given)
+        weights = None
+        if per_sample_weights is not None:
+            weights = self.reader.weights(step.reads[micro], given, self.device)
+        pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
+        self._refuse([pooled])
+        return pooled
 
 
 class CachedEmbedding(CachedModule):
@@ -230,7 +235,8 @@ class CachedEmbedding(CachedModule):
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
         step, micro = self._open(given)
-        (rows,), taken = step.rows(micro), step.reads[micro].taken
+        (rows,), taken = step.rows(micro, bool(self._copied)), step.reads[micro].taken
+        self._refuse([rows])
         if taken is not None:  # the others are padding
             pads = self._padding_row().expand(input.numel(), -1)
             rows = pads.index_copy(0, to_device(taken, rows.device), rows)

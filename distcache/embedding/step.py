@@ -26,7 +26,7 @@ from distcache.comm.rendezvous import meet, record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
-from distcache.embedding.open_step import OpenStep
+from distcache.embedding.open_step import EarlierSteps, OpenStep
 from distcache.embedding.settings import Recipe, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
@@ -102,6 +102,7 @@ class CollectionTables:
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
         self.skipped = 0
+        self.earlier = EarlierSteps(self)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
@@ -252,11 +253,11 @@ class CollectionTables:
                 *(steps, ids, describe_bytes(kept)),
             )
 
-    def plan_inline(self, read: ReadIds, kind: str) -> Flight:
-        """Plan one batch now (L = 0), with running look-aheads halted before; to be opened next."""
+    def plan_inline(self, reads: Sequence[ReadIds], kind: str) -> Flight:
+        """Plan one step now (L = 0), with running look-aheads halted before; to be opened next."""
         self.halt()
         with library_words():
-            return self.engine.now(as_batch([read], 0, kind))
+            return self.engine.now(as_batch(reads, 0, kind))
 
     def halt(self) -> None:
         """Stop every look-ahead's planner; its plans that have not moved are made again later."""
@@ -322,7 +323,7 @@ class CollectionTables:
         step = self.current
         if step is None:
             return
-        if step.pending:
+        if self.earlier.pending:
             raise PlanError(
                 f"step {step.flight.step} has row gradients that were neither applied nor dropped: "
                 "call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to add up "
@@ -330,8 +331,25 @@ class CollectionTables:
             )
         step.leave()
         self._record(step.flight)
-        step.close()
+        if step.recorded:
+            self.earlier.add(step)
+            self.show_leaves([])
+        else:
+            step.close()
         self.current = None
+
+    def of_any_rank(self, value: bool) -> bool:
+        """Whether it is true on any rank."""
+        if self.world.size == 1:
+            return value
+        said = torch.tensor([value], dtype=torch.uint8)
+        what = "whether several steps are one"
+        return bool(host_link(self.world).start_all_gather(said, PLANNING, what)().any())
+
+    def drop(self) -> None:
+        """Forget the gradients so far."""
+        for step in self.earlier.with_open():
+            step.drop()
 
     def sum_up(self, step: OpenStep, gradients: Sequence[Tensor | None]) -> None:
         """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
@@ -373,15 +391,15 @@ class CollectionTables:
         a step were not finite; nothing was applied since.
         """
         self._judge(0)
+        step = self.earlier.joined()
         self._check_frozen()
-        step = self.current
         if step is None or not step.ready():
             return
         on, enabled, flight = self.settings.on_nonfinite, None, step.flight
         if on == "skip" and step.finite is not None and not bool(step.finite):
             self.skipped += 1
             log.warning("step %d was left out: its row gradients are not finite", flight.step)
-            step.close()
+            self._end(step)
             return
         counted = tuple(sorted(set(range(len(self.counts))) - step.frozen))
         engine, streams = self.engine, self.engine.streams
@@ -410,8 +428,15 @@ class CollectionTables:
             self.counts[table] += 1
         self.statistics.add(flight)
         self._record(flight)
-        step.close()
+        self._end(step)
         self._judge(int(streams.asynchronous))
+
+    def _end(self, step: OpenStep) -> None:
+        """The open step was applied or left out: its rows are others."""
+        step.close()
+        self.earlier.forget()
+        if step.joined:  # its batches may come again one by one
+            self.current = None
 
     def _judge(self, keep: int) -> None:
         """Look whether steps were applied, but for the last `keep` of them."""
@@ -521,7 +546,7 @@ class CollectionTables:
 
     def require_between_steps(self, work: str) -> None:
         """Raise PlanError where row gradients wait to be applied, before `work`."""
-        if self.current is not None and self.current.pending:
+        if self.earlier.pending:
             raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
 
     def _let_go(self, work: str = "loading") -> None:
@@ -532,6 +557,7 @@ class CollectionTables:
         self._judged.clear()  # of steps that what is loaded takes the place of
         self._enabled = torch.ones_like(self._enabled)
         self.end_current()
+        self.earlier.forget()
         self.halt()
         self.flush()
 
@@ -629,6 +655,7 @@ class CollectionTables:
         for reader in self.leaving:
             reader.has_ended(limit_s)
         self.leaving.clear()
+        self.earlier.forget()
         if self.current is not None:
             self.current.close()
             self.current = None

@@ -90,6 +90,7 @@ def _collections(ebc: Any) -> list[CachedCollection]:
     if isinstance(ebc, nn.Module):
         found = [module for module in found if isinstance(module, CachedCollection)]
         found = [own for own in found if own.reader.lookups.specs] or found  # not tables=[]
+        found = list({id(own._member): own for own in found}.values())  # copies read the same
     several = isinstance(found, list | tuple) and len(found) == len({id(own) for own in found}) > 0
     if not several or not all(isinstance(own, CachedCollection) for own in found):
         raise ConfigError(
@@ -353,6 +354,7 @@ class Epoch(Generic[T]):
         weakref.finalize(self, source.leave, member.tables.leaving).atexit = False
         self._plans: dict[int, Flight] = {}
         self._opened = -1
+        self._step: weakref.ref[OpenStep] | None = None
         self._yielded = (0, 0)
         self._pending: deque[tuple[int, int]] = deque()
         self.exhausted = False
@@ -461,14 +463,17 @@ class Epoch(Generic[T]):
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")
             flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
-            tables.open(flight, kept[position].reads, frozen)
+            self._step = weakref.ref(tables.open(flight, kept[position].reads, frozen))
             del self._plans[position]
             kept.pop(self._opened, None)
             self._opened = position
-        if tables.current is None:
-            raise PlanError("no step is open")
+        step = self._step and self._step()
+        if step is None or not (step is tables.current or step.recorded):
+            raise PlanError(
+                f"another batch came between the micro-batches of step {position} of the look-ahead"
+            )
         self._pending.popleft()
-        return tables.current, micro
+        return step, micro
 
     def replan(self, read: ReadIds) -> None:
         """Let the batch just claimed be `read`, and plan it and those after it anew. Raises

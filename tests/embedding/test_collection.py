@@ -4,7 +4,6 @@ sequences alone have; what is refused: bad ids, keys and sizes, wrong arguments.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from dataclasses import replace
@@ -343,9 +342,8 @@ def test_wrong_arguments_are_named(kind) -> None:
         lookahead([], ebc, accumulate=0)
     with pytest.raises(ConfigError, match="cannot read another look-ahead"):
         lookahead(lookahead(batches(), ebc), ebc)
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(PlanError, match=r"neither copied nor pickled.*state_dict\(\)"):
-            copied(model)
+    with pytest.raises(PlanError, match=r"cannot be pickled.*state_dict\(\)"):
+        pickle.dumps(model)
     with pytest.raises(ConfigError, match=r"cannot become cpu, torch.float64"):
         model.double()
     assert model.to("cpu") is model

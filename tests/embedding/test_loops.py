@@ -142,10 +142,15 @@ def test_backward_twice_or_too_late_is_an_error() -> None:
         loss.backward()
     ebc.optimizer.zero_grad()
     early, late = loss_of(model, next(stream)), loss_of(model, next(stream))
-    with pytest.raises(PlanError, match=r"a step that has ended"):
-        early.backward()
-    late.backward()
+    early.backward()
+    with pytest.raises(PlanError, match=r"accumulate=2"):
+        late.backward()
+    ebc.optimizer.zero_grad()
+    late = loss_of(model, next(stream))
+    late.backward(retain_graph=True)
     ebc.step()
+    with pytest.raises(PlanError, match=r"a step that has ended"):
+        late.backward()
 
 
 def test_a_step_in_the_middle_of_its_micro_batches_is_an_error() -> None:
