@@ -4,14 +4,12 @@ from distcache.embedding.collection import (
     CachedEmbeddingBagCollection,
     CachedEmbeddingCollection,
 )
-from distcache.embedding.collisions import Collisions
 from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
 from distcache.embedding.stream import Lookahead, lookahead
 
 __all__ = [
     "CachedEmbeddingBagCollection",
     "CachedEmbeddingCollection",
-    "Collisions",
     "Lookahead",
     "RowOptimizer",
     "clip_grad_norm_",

@@ -180,7 +180,7 @@ class CachedCollection(nn.Module):
         trains, update = self.training and torch.is_grad_enabled(), self._recipe.update
         if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
             raise update.missing()
-        batch = features if self.collisions is None else self.collisions.given(features)
+        batch = features if self.collisions is None else self.collisions.given(self, features)
         found, current = self.find_step(tables, batch), tables.current
         if found is not None and found[0] is not None:
             return found[0].open_next(self._frozen_now())
