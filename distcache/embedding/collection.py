@@ -199,7 +199,7 @@ class CachedCollection(nn.Module):
         trains, update = self._trains and not self._copied, self._recipe.update
         if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
             raise update.missing()
-        batch = features if self.collisions is None else self.collisions.given(features)
+        batch = features if self.collisions is None else self.collisions.given(self, features)
         found = self.find_step(tables, batch)
         if found is not None:
             where, micro = found

@@ -12,6 +12,7 @@ with the planners' exchange. What comes out then is compared when the batch come
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import weakref
 import zlib
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.modules import hash_mc_evictions
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -33,7 +33,7 @@ from distcache.comm.link import Link, host_link
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import ReadIds
 from distcache.embedding.open_step import OpenStep
-from distcache.errors import ConfigError, DistcacheError, PeerError, PlanError
+from distcache.errors import ConfigError, DataError, DistcacheError, PeerError, PlanError
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Epoch
@@ -112,6 +112,11 @@ def _gather(
         )
     if parts is None or not all(of_rank for _, of_rank in told):
         return None
+    if len(counts := {len(of_rank) for _, of_rank in told}) > 1:
+        raise DataError(
+            f"the ranks have {' and '.join(map(str, sorted(counts)))} micro-batches for one step: "
+            "with collision modules give all ranks as many"
+        )
     found = []
     for (own, _), *by_rank in zip(parts, *(of_rank for _, of_rank in told), strict=True):
         strides = [of_rank[2] for of_rank in by_rank]
@@ -145,15 +150,12 @@ class MappedIds(ReadIds):
         return cls(**values, raw=raw, whole=whole)
 
     def is_of(self, features: KeyedJaggedTensor) -> bool:
-        """Whether `features` is the batch itself, or a copy of it."""
         return self.raw.is_of(features)
 
     def is_unchanged(self, features: KeyedJaggedTensor, read: Callable[..., ReadIds]) -> bool:
-        """Whether the batch, which `features` is, has the ids that were mapped."""
         return self.raw.is_unchanged(features, read)
 
     def has_ids_of(self, features: KeyedJaggedTensor, read: Callable[..., ReadIds]) -> bool:
-        """Whether `features` has the ids that were mapped."""
         return self.raw.has_ids_of(features, read)
 
 
@@ -175,15 +177,12 @@ class _Time:
         return getattr(time, name)
 
 
-hash_mc_evictions.time = _Time()
-
-
 class _Recorded(TorchDispatchMode):
     """Draws of this thread by a seed, and MPZCH's kernel as the `tape` tells.
 
-    An entry is of one call: what it returned, the slots that it may have written, and what was in
-    these before and after, for each tensor that it writes. `plays`: no kernel runs, and the slots
-    are written as the entries say.
+    An entry is of one call: what it returned, the slots that it may have written, and what they had
+    then, of each tensor that it writes. `plays`: no kernel runs, and the slots are written as the
+    entries say.
     """
 
     def __init__(self, seed: int, tape: list[tuple[Tensor, ...]], plays: bool) -> None:
@@ -309,6 +308,8 @@ class Collisions:
             )
         self._collection = weakref.ref(collection)  # the modules' hooks hold this
         self.maps, self.reader = _Maps(mcc), collection.reader
+        if evictions := sys.modules.get("torchrec.modules.hash_mc_evictions"):
+            evictions.time = _Time()  # type: ignore[attr-defined]
         self._coming: _Coming | None = None
         self._written = self._versions()
         mcc._features_order.clear()  # they get their features in order from now on
@@ -425,13 +426,14 @@ class Collisions:
             coming.features = whole.own(coming.raw, coming.ordered, rank)
         return coming.features
 
-    def given(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def given(self, own: CachedCollection, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch of which the modules made `features` just now. Raises PlanError in training for
-        others, of which the modules of other ranks, or of a look-ahead, are not told."""
-        coming, own = self._coming, self._collection()
+        others, of which the modules of other ranks, or of a look-ahead, are not told; `own`: the
+        collection that they came to."""
+        coming = self._coming
         if coming is not None and coming.features is features:
             return coming.raw
-        if own is not None and own.training and (own.tables.world.size > 1 or own.tables.streams):
+        if own.training and (own.tables.world.size > 1 or own.tables.streams):
             raise PlanError(
                 f"the ids that came to the {type(own).__name__} did not come from its collision "
                 "modules: call the module around both, with the batch as it is"
@@ -527,24 +529,30 @@ class Ahead:
     def mapped(self, link: Link, reads: Sequence[ReadIds] | None) -> list[ReadIds] | None:
         """The micro-batches of the next step with row numbers, if all ranks have some; None where
         one has none. By all ranks."""
-        known = [read if isinstance(read, MappedIds) else None for read in reads or ()]
-        raw = [of.raw if of else read for of, read in zip(known, reads or (), strict=True)]
-        clocks = [of.whole.clock if of and of.whole else time.time() for of in known]
-        ordered = [self._own.ordered(read.source) for read in raw]
-        parts = list(zip(ordered, clocks, strict=True))
-        wholes = _gather(link, None if reads is None else parts, self._maps.digest)
-        if wholes is None or reads is None:
+        parts: list[tuple[KeyedJaggedTensor, float]] | None = None
+        try:
+            if reads is not None:
+                parts = [self._part(read) for read in reads]
+        finally:
+            wholes = _gather(link, parts, self._maps.digest)
+        if wholes is None or parts is None:
             return None
-        found: list[ReadIds] = []
-        for at, whole in enumerate(wholes):
-            of = known[at]
-            if of is not None and of.whole is not None and of.whole.applied:
-                found.append(of)  # by the user's modules, from which this copy was made
-                continue
+        found = list(reads or ())
+        for at, (whole, (features, _)) in enumerate(zip(wholes, parts, strict=True)):
+            read = found[at]
+            if isinstance(read, MappedIds) and read.whole is not None and read.whole.applied:
+                continue  # by the user's modules, from which this copy was made
+            raw = read.raw if isinstance(read, MappedIds) else read
             self._advance(whole, link)
-            features = whole.own(raw[at].source, ordered[at], link.world.rank)
-            found.append(MappedIds.of(self._own.reader.read(features), raw[at], whole))
+            own = whole.own(raw.source, features, link.world.rank)
+            found[at] = MappedIds.of(self._own.reader.read(own), raw, whole)
         return found
+
+    def _part(self, read: ReadIds) -> tuple[KeyedJaggedTensor, float]:
+        """The features of the modules, and the time at which they were read first."""
+        known = read.whole if isinstance(read, MappedIds) else None
+        raw = read.raw if isinstance(read, MappedIds) else read
+        return self._own.ordered(raw.source), time.time() if known is None else known.clock
 
     def _advance(self, whole: Whole, link: Link) -> None:
         mcc, features = self._maps.mcc, self._own.to_modules(whole)
@@ -561,14 +569,11 @@ class Ahead:
 def _adopt(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if not isinstance(module, BaseManagedCollisionEmbeddingCollection):
         return
-    collection, mcc = (
-        child if name == own else getattr(module, own, None)
-        for own in ("_embedding_module", "_managed_collision_collection")
-    )
-    if not isinstance(collection, CachedCollection) or mcc is None:
+    mcc = getattr(module, "_managed_collision_collection", None)
+    if not isinstance(child, CachedCollection) or mcc is None:
         return
-    if collection.collisions is None or collection.collisions.maps.mcc is not mcc:
-        collection.collisions = Collisions(collection, mcc)
+    if child.collisions is None or child.collisions.maps.mcc is not mcc:
+        child.collisions = Collisions(child, mcc)
 
 
 nn.modules.module.register_module_module_registration_hook(_adopt)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ from ebc_cases import Clicks, Pooled, cached, job, loss_of, part, plain_tables, 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.modules import mc_modules
+from torchrec.modules import hash_mc_evictions, mc_modules
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
@@ -29,7 +29,7 @@ from torchrec.modules.mc_embedding_modules import (
 import distcache
 from distcache import lookahead
 from distcache.embedding import collisions
-from distcache.errors import ConfigError, PlanError
+from distcache.errors import ConfigError, PeerError, PlanError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +57,8 @@ def draw(step: int, size: int = BATCH) -> Clicks:
     ids = ((drawn * 20).long() + step) * 7919 % (1 << 40)
     dense = torch.randn(size, DENSE, generator=generator, dtype=torch.float64)
     label = (dense[:, :1] > 0).double()
-    return Clicks(dense, KeyedJaggedTensor(list(KEYS), ids, lengths=lengths), label)
+    weights = torch.rand(len(ids), generator=generator, dtype=torch.float64) + 0.5
+    return Clicks(dense, KeyedJaggedTensor(list(KEYS), ids, weights, lengths), label)
 
 
 def batches(steps: int = STEPS) -> list[Clicks]:
@@ -67,6 +68,7 @@ def batches(steps: int = STEPS) -> list[Clicks]:
 POLICIES: dict[str, Callable[[], mc_modules.MCHEvictionPolicy]] = {
     "lfu": mc_modules.LFU_EvictionPolicy,
     "lru": mc_modules.LRU_EvictionPolicy,
+    "weighted": mc_modules.LRU_EvictionPolicy,
     "distance": lambda: mc_modules.DistanceLFU_EvictionPolicy(0.5),
     "drawn": lambda: mc_modules.LFU_EvictionPolicy(
         functools.partial(mc_modules.probabilistic_threshold_filter, per_id_probability=0.5)
@@ -124,6 +126,8 @@ def maps_of(model: nn.Module) -> dict[str, Tensor]:
 def ours(policy: str, **settings: Any) -> tuple[Any, nn.Module]:
     """A cached collection and the model around it, in float64."""
     settings = {"dtype": torch.float64, "rows": 40, "timeout_s": 60} | settings
+    if policy == "weighted":
+        settings["is_weighted"] = True
     collection = cached("sgd", tables(), **settings)
     return collection, Pooled(Rows(policy, collection)).double()
 
@@ -132,7 +136,10 @@ class Plain:
     """The same over TorchRec's own collection, from the weights `start`."""
 
     def __init__(self, policy: str, start: dict[str, Tensor]) -> None:
-        self.model = Pooled(Rows(policy, plain_tables(tables()))).double()
+        collection = plain_tables(tables())
+        if policy == "weighted":
+            collection._is_weighted = True
+        self.model = Pooled(Rows(policy, collection)).double()
         self.model.load_state_dict(start)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
@@ -246,6 +253,7 @@ def with_kernel() -> Any:
     """Let MPZCH train on the CPU in this process."""
     library = torch.library.Library("fbgemm", "IMPL")
     library.impl("zero_collision_hash", _kernel, "CPU", allow_override=True)
+    hash_mc_evictions.time = collisions._Time()
     return library
 
 
@@ -279,9 +287,7 @@ def _on_ranks(rank: int, size: int, policy: str, ahead: bool) -> dict:
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("policy", ["lfu", "lru", "distance", "mpzch"])
-def test_ranks_have_the_map_of_the_global_batch(policy, ahead):
+def _compare_with_one(policy: str, ahead: bool) -> None:
     if policy == "mpzch":
         with_kernel()
     one, two = ranks(_on_ranks, policy, ahead)
@@ -292,6 +298,49 @@ def test_ranks_have_the_map_of_the_global_batch(policy, ahead):
         assert torch.equal(value, two["maps"][name]), name
     if policy == "mpzch":  # its kernel, whose order on a GPU is nobody's, ran on rank 0 alone
         assert one["runs"] and not two["runs"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", ["lfu", "weighted", "distance", "mpzch"])
+def test_ranks_have_the_map_of_the_global_batch(policy, ahead):
+    _compare_with_one(policy, ahead)
+
+
+def test_ranks_have_the_map_of_the_global_batch_for_sequences(sequences):
+    _compare_with_one("lru", True)
+
+
+@job
+def _end(rank: int, size: int, fails: bool) -> dict:
+    """Rank 1's data end, or fail, three batches before the others'."""
+    collection, model = ours("lru")
+
+    def own() -> Iterator[Clicks]:
+        for at, batch in enumerate(batches()):
+            if rank and at == STEPS - 3:
+                if fails:
+                    raise ValueError("no more of this")
+                return
+            yield part(batch, rank, size)
+
+    found, seen = {"start": weights_of(model)}, []
+    try:
+        for batch in lookahead(own(), collection):
+            loss_of(model, batch).backward()
+            collection.step()
+            seen.append(batch)
+    except (ValueError, PeerError) as error:
+        found["error"] = str(error)
+    found |= {"steps": len(seen), "count": collection.collisions.maps.count}
+    collection.close()
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_end_after_the_same_step(fails):
+    found = ranks(_end, fails)
+    assert [own["steps"] for own in found] == [own["count"] for own in found] == [STEPS - 3] * 2
+    assert all("no more of this" in own.get("error", "") for own in found) == fails
 
 
 @pytest.mark.parametrize("ahead", [False, True])
