@@ -3,7 +3,6 @@ numbers of a plain loop, bit for bit, under every wrapper of the model."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,8 +38,6 @@ from torchrec.distributed.train_pipeline.train_pipelines import TorchCompileConf
 from torchrec.streamable import Pipelineable
 
 from distcache import lookahead
-
-torch.fx.wrap("scored_sum")  # the pipelines trace the model
 
 STEPS = 6
 CPU = torch.device("cpu")
@@ -103,6 +100,17 @@ class Both:
             one.step()
 
 
+class Around(nn.Module):
+    """DDP inside a model: TorchRec's tracer does not take it as the outermost one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = DistributedDataParallel(model)
+
+    def forward(self, batch: Item) -> tuple[Tensor, Tensor]:
+        return self.model(batch)
+
+
 def as_fsdp(model: nn.Module) -> nn.Module:
     """The dense part's parameters sharded."""
     for part in (model.over, model.last):
@@ -112,7 +120,7 @@ def as_fsdp(model: nn.Module) -> nn.Module:
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
-    "ddp": DistributedDataParallel,
+    "ddp": Around,
     "fsdp": as_fsdp,
     "dmp": lambda model: DistributedModelParallel(model, device=CPU),
 }
@@ -187,28 +195,29 @@ def run(how: str, wrapper: str, beside: bool, place: tuple[int, int]) -> dict[st
     return found | {f"eval {at}": logits for at, logits in enumerate(out)}
 
 
-@job
-def in_pipelines(rank: int, size: int, wrapper: str, beside: bool) -> dict:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {
-            f"{how}/{name}": value
-            for how in ("loop", *PIPELINES)
-            for name, value in run(how, wrapper, beside, (rank, size)).items()
-        }
-
-
 CASES = [(wrapper, False) for wrapper in WRAPPERS] + [("dmp", True)]
 
 
+@job
+def in_pipelines(rank: int, size: int) -> dict:
+    found: dict = {}
+    for wrapper, beside in CASES:
+        # Beside sharded tables TorchRec's prefetching one needs a GPU's streams.
+        for how in ("loop", *(how for how in PIPELINES if not (beside and how == "prefetch"))):
+            for name, value in run(how, wrapper, beside, (rank, size)).items():
+                found[f"{wrapper} {beside}/{how}/{name}"] = value
+    return found
+
+
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("wrapper", "beside"), CASES)
-def test_pipelines_have_the_numbers_of_a_plain_loop(wrapper: str, beside: bool, size: int) -> None:
-    for found in ranks(in_pipelines, wrapper, beside, size=size):
-        by_how: dict[str, dict[str, Tensor]] = {}
+def test_pipelines_have_the_numbers_of_a_plain_loop(size: int) -> None:
+    for found in ranks(in_pipelines, size=size):
+        by_case: dict[str, dict[str, dict[str, Tensor]]] = {}
         for key, value in found.items():
-            how, name = key.split("/")
-            by_how.setdefault(how, {})[name] = value
-        assert len([name for name in by_how["loop"] if "train" in name]) == STEPS
-        for own in by_how.values():
-            assert_same(own, by_how["loop"])
+            case, how, name = key.split("/")
+            by_case.setdefault(case, {}).setdefault(how, {})[name] = value
+        for case, by_how in by_case.items():
+            assert len([name for name in by_how["loop"] if "train" in name]) == STEPS
+            for how, own in by_how.items():
+                print(case, how)
+                assert_same(own, by_how["loop"])
