@@ -34,6 +34,7 @@ from ebc_cases import (
 from scenarios import count_ids
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import DataType
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as Quantised
 
@@ -344,6 +345,10 @@ def test_a_quantised_collection_is_made_of_the_weights() -> None:
             own.qconfig = torch.ao.quantization.QConfig(*how)
             found.append(Quantised.from_float(own)(ids).values())
         assert torch.equal(*found)
+    model, kind = nn.Sequential(ours), type(ours)  # by type, as `quantize_embeddings` finds them
+    more = {"additional_qconfig_spec_keys": [kind], "additional_mapping": {kind: Quantised}}
+    quantize_embeddings(model, torch.half, inplace=True, **more)
+    assert isinstance(model[0], Quantised) and torch.equal(model[0](ids).values(), found[0])
 
 
 def test_halves_take_half_of_the_memory() -> None:
