@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         CachedEmbeddingBagCollection,
         CachedEmbeddingCollection,
         RowOptimizer,
+        RowsAndDense,
         clip_grad_norm_,
         lookahead,
     )
@@ -35,6 +36,7 @@ __all__ = [
     "CachedEmbeddingCollection",
     "DenseGradients",
     "RowOptimizer",
+    "RowsAndDense",
     "TableSpec",
     "clip_grad_norm_",
     "fit",

@@ -35,7 +35,7 @@ from distcache.comm.world import World, close_world, current_world, has_group, r
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
 from distcache.embedding.collection import CachedCollection
-from distcache.embedding.optimizer import RowOptimizer
+from distcache.embedding.optimizer import RowOptimizer, RowsAndDense
 from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError
 from distcache.trainer.checkpoint import (
@@ -172,6 +172,7 @@ class _Loop:
         self._collections = {  # their tables once, without those that copies read
             name: m for name, m in self._found.items() if first[m._member] == name
         }
+        optimizers = [own.dense if isinstance(own, RowsAndDense) else own for own in optimizers]
         for at, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(

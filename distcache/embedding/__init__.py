@@ -6,7 +6,7 @@ from distcache.embedding.collection import (
     CachedEmbeddingBagCollection,
     CachedEmbeddingCollection,
 )
-from distcache.embedding.optimizer import RowOptimizer, clip_grad_norm_
+from distcache.embedding.optimizer import RowOptimizer, RowsAndDense, clip_grad_norm_
 from distcache.embedding.plain import CachedEmbedding, CachedEmbeddingBag
 from distcache.embedding.stream import Lookahead, lookahead
 
@@ -20,6 +20,7 @@ __all__ = [
     "CachedEmbeddingCollection",
     "Lookahead",
     "RowOptimizer",
+    "RowsAndDense",
     "clip_grad_norm_",
     "lookahead",
 ]

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distcache import optim
 from distcache.embedding.settings import NoUpdate
@@ -300,6 +300,72 @@ class RowOptimizer(KeyedOptimizer):
             tables.counts = [int(state[name]["step"]) for name in names]
         self.state.update((self.params[key], value) for key, value in others.items())
         self.take_settings(state_dict["param_groups"])
+
+
+class RowsAndDense(torch.optim.Optimizer):
+    """One optimizer of a whole model: that of its dense part, and those of its cached collections.
+
+    For schedulers, scalers, and loops of others that know one optimizer:
+    `distcache.RowsAndDense(torch.optim.Adam(model.parameters()), model)`. `param_groups` are those
+    of all, `state` and `defaults` those of the dense part; its methods are called by all ranks.
+    """
+
+    def __init__(self, dense: torch.optim.Optimizer, model: nn.Module) -> None:
+        """`model`: with the collections, or what is around it. Raises ConfigError without any."""
+        found = [vars(module).get("optimizer") for module in model.modules()]
+        self.dense, self.rows = dense, [own for own in found if isinstance(own, RowOptimizer)]
+        if not self.rows or not isinstance(dense, torch.optim.Optimizer):
+            raise ConfigError(
+                f"RowsAndDense({type(dense).__name__}, {type(model).__name__}): give the optimizer "
+                "of the dense part, then a model with cached collections"
+            )
+        self.__setstate__({"defaults": dict(dense.defaults)})  # torch's own attributes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the dense part, then of the rows, whose parameters are those of the step."""
+        return [group for own in (self.dense, *self.rows) for group in own.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the dense part; that of rows is in host memory."""
+        return self.dense.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """To the dense part."""
+        self.dense.add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update rows and dense parameters, after `closure` where one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for own in (*self.rows, self.dense):
+            own.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; those of rows are always set to None."""
+        for own in (self.dense, *self.rows):
+            own.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """`dense`, and `rows`: of each collection, whole tables' state, see `RowOptimizer`."""
+        return {"dense": self.dense.state_dict(), "rows": [own.state_dict() for own in self.rows]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave. Raises ConfigError for that of other collections."""
+        found = state_dict.get("rows", ())
+        if len(found) != len(self.rows):
+            raise ConfigError(f"state of {len(found)} collections, but there are {len(self.rows)}")
+        for own, state in zip(self.rows, found, strict=True):
+            own.load_state_dict(state)
+        self.dense.load_state_dict(state_dict["dense"])
 
 
 def clip_grad_norm_(

@@ -320,7 +320,7 @@ class Lookahead(Generic[T]):
                 return epoch
             self._had_batches |= epoch.count > 0
             left = epoch.replace()
-            if left and not self._warned:
+            if left and epoch.count and not self._warned:
                 log.warning(
                     "an epoch of this look-ahead was ended after %d batches, before its last: the "
                     "next one begins with the first batch again",

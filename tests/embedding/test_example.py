@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +29,8 @@ if len(sys.argv) > 1:
 
 
 def run(checkout: Path, *command: str, start=subprocess.run, **how) -> subprocess.CompletedProcess:
-    how |= {"env": environment(PYTHONPATH=f"{checkout}:{checkout / 'tests'}"), "timeout": 200}
+    path = [str(checkout), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    how |= {"env": environment(PYTHONPATH=os.pathsep.join(path)), "timeout": 200}
     return start([sys.executable, *command], capture_output=True, text=True, **how)
 
 
@@ -36,6 +39,10 @@ EXAMPLES = {  # arguments, what it prints, highest first loss
     "train_dlrm.py": (STEPS, "embedding_bags.t_0.weight': (200000, 16)", 0.8),
     "next_item.py": (STEPS, "embeddings.items.weight': (100000, 16)", 2.9),
     "own_data.py": ((), "20 steps, final loss 0.", None),
+    "with_lightning.py": ((), "'loss': 0.", None),
+    "with_accelerate.py": ((), "loss 0.", None),
+    "with_torchtnt.py": ((), "loss 0.", None),
+    "with_ignite.py": ((), "loss 0.", None),
 }
 
 
@@ -43,6 +50,9 @@ EXAMPLES = {  # arguments, what it prints, highest first loss
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_example_learns(checkout, ranks, name, tmp_path) -> None:
     arguments, said, most = EXAMPLES[name]
+    library = Path(name).stem.partition("with_")[2]
+    if library and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: it is in requirements/loops.txt")
     launch = [*TORCHRUN[1:], "--local-addr=127.0.0.1", "--nproc-per-node=2"] if ranks == 2 else []
     example = (str(checkout / "examples" / name), *arguments)
     done = run(checkout, *launch, *example, start=forked, cwd=tmp_path)
