@@ -25,7 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -566,6 +570,18 @@ class Ahead:
 # TorchRec's wrapper is recognised when it takes a collection of ours.
 
 
+class AroundBags(ManagedCollisionEmbeddingBagCollection):
+    """What TorchRec's wrapper is then, so that DistributedModelParallel, whose sharders go by the
+    class, does not shard it."""
+
+
+class AroundRows(ManagedCollisionEmbeddingCollection):
+    """The same of sequences."""
+
+
+_AROUND = {AroundBags.__base__: AroundBags, AroundRows.__base__: AroundRows}
+
+
 def _adopt(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if not isinstance(module, BaseManagedCollisionEmbeddingCollection):
         return
@@ -574,6 +590,7 @@ def _adopt(module: nn.Module, name: str, child: nn.Module | None) -> None:
         return
     if child.collisions is None or child.collisions.maps.mcc is not mcc:
         child.collisions = Collisions(child, mcc)
+    module.__class__ = _AROUND.get(type(module), type(module))
 
 
 nn.modules.module.register_module_module_registration_hook(_adopt)
