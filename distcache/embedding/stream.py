@@ -433,7 +433,7 @@ class Epoch(Generic[T]):
         if not self._pending:
             return False
         expected = self._pending[0]
-        for place in self._pending:
+        for place in list(self._pending):  # another thread may be taking batches
             read = self._source.kept[place[0]].reads[place[1]]
             if not read.is_of(features):
                 continue

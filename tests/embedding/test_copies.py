@@ -116,6 +116,19 @@ def test_a_teacher_of_the_same_batch_changes_nothing(ahead: bool) -> None:
     assert_same(weights_of(model), expected())
 
 
+def test_a_teacher_may_read_another_batch_between_forward_and_backward() -> None:
+    ebc, model = made()
+    teacher, dense = copy.deepcopy(model).eval(), dense_optimizer(model)
+    for batch in lookahead(batches(), ebc):
+        dense.zero_grad()
+        loss = loss_of(model, batch)
+        loss_of(teacher, draw(OTHER))
+        loss.backward()
+        ebc.step()
+        dense.step()
+    assert_same(weights_of(model), expected())
+
+
 def test_averages_of_a_whole_model_are_of_its_dense_part() -> None:
     ebc, model = made()
     plain = [p.detach().clone() for p in model.parameters()]
