@@ -96,7 +96,8 @@ def draw_case(seed: int, world: int, steps: int) -> Scenario:
     rng = np.random.default_rng([seed, world])
     name = str(rng.choice(list(OPTIMIZERS)))
     spec, lr = OPTIMIZERS[name]
-    tables = TABLES if rng.random() < 0.6 else MEANS
+    drawn = rng.random()
+    tables = HALVES if drawn < 0.2 else TABLES if drawn < 0.6 else MEANS
     return Scenario(
         tables,
         spec,
@@ -105,7 +106,7 @@ def draw_case(seed: int, world: int, steps: int) -> Scenario:
         bag=int(rng.choice([1, 2, 3])),
         global_batch=int(rng.choice([7, 24, 40])),
         last_batch=[None, 1, 3][rng.integers(3)],
-        weighted=bool(rng.random() < 0.5) and tables is TABLES,  # means have no weights
+        weighted=bool(rng.random() < 0.5) and tables is not MEANS,  # means have no weights
         empty_ranks=bool(rng.random() < 0.3),
         dtype=torch.float64 if rng.random() < 0.3 else torch.float32,
         seed=seed,

@@ -13,6 +13,7 @@ import torch
 from scenarios import Scenario, make_mode, popularity_of
 
 from distcache.comm.world import close_world, open_world
+from distcache.ops.reference import as_numpy
 from distcache.parallel.cached import CachedSettings
 
 
@@ -52,7 +53,7 @@ def trained(call: Training) -> Ended:
 
 def digest_of(value: torch.Tensor) -> str:
     """Of its bits."""
-    return hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(as_numpy(value.cpu()).tobytes()).hexdigest()
 
 
 def _trained(call: Training, world: Any) -> Ended:
