@@ -431,7 +431,8 @@ class CachedCollection(nn.Module):
         if self.device.type == "meta":
             found = dict(self._member.expose())
         else:
-            found = {table.name: weight for table, (weight, _) in self.tables.views()}
+            views = self.tables.views()
+            found = {table.name: _alone(own) for table, (own, _) in views if own is not None}
         for name, weight in found.items():
             destination[prefix + self._key_of(name)] = weight
 
@@ -539,6 +540,12 @@ class CachedCollection(nn.Module):
             f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
             for table in self._recipe.lookups.specs
         )
+
+
+def _alone(rows: Tensor) -> Tensor:
+    """`rows` `[n, D]` of a store, whose storage is that of no other table: libraries take tensors
+    of one storage for one tensor, and torch.save writes whole storages."""
+    return torch.from_numpy(rows.view(torch.uint8).numpy()).view(rows.dtype)
 
 
 def _concrete(device: torch.device | str | None) -> torch.device:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.tensors import PlainTable, TensorIds, TensorReader
-from distcache.engine.gradients import to_device
+from distcache.engine.gradients import all_to_device
 from distcache.errors import ConfigError, DataError, PlanError
 from distcache.optim import RowUpdate
 
@@ -238,8 +238,8 @@ class CachedEmbedding(CachedModule):
         (rows,), taken = step.rows(micro, bool(self._copied)), step.reads[micro].taken
         self._refuse([rows])
         if taken is not None:  # the others are padding
-            pads = self._padding_row().expand(input.numel(), -1)
-            rows = pads.index_copy(0, to_device(taken, rows.device), rows)
+            pad, at = all_to_device([self._padding_row(), taken], rows.device)
+            rows = pad.expand(input.numel(), -1).index_copy(0, at, rows)
         return rows.view(shape)
 
     def _padding_row(self) -> Tensor:
@@ -249,4 +249,4 @@ class CachedEmbedding(CachedModule):
                 f"padding_idx={self.padding_idx} on several nodes, each of which has part of the "
                 "rows: leave it out, and set the output to zero where ids are padding"
             )
-        return self.tables.whole.local(0)[0][self.padding_idx].to(self.device)
+        return self.tables.whole.local(0)[0][self.padding_idx]

@@ -114,8 +114,11 @@ class ReadTensors(ReadIds):
         return _is_same(features.input, source.input) and _is_same(features.offsets, source.offsets)
 
     def is_unchanged(self, features: Any, read: Callable[..., ReadIds]) -> bool:
-        """Whether they still have the ids that were read."""
-        return self._is_untouched()
+        """Whether they still have the ids that were read; of those on a device, whether torch's
+        functions have left them alone, for which nobody waits."""
+        if features.input.device.type != "cpu":
+            return self._is_untouched()
+        return self.has_ids_of(features, read)
 
     def has_ids_of(self, features: Any, read: Callable[..., ReadIds]) -> bool:
         """Whether other tensors have the ids that were read, in the same places."""
@@ -130,7 +133,7 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one is other:
         return one is other
     places = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in (one, other)]
-    return places[0] == places[1]
+    return places[0] == places[1] and one.data_ptr() != 0  # as of tensors that lie elsewhere
 
 
 class TensorReader(IdReader):
@@ -159,7 +162,7 @@ class TensorReader(IdReader):
         found = TensorIds.of(given)
         tensors = [own for own in (found.input, found.offsets) if own is not None]
         versions = tuple((own, version_of(own)) for own in tensors)
-        ids = found.values().detach().cpu().long()
+        ids = found.values().detach().to("cpu", torch.int64, copy=True)  # buffers may be reused
         ends = self._ends(found, len(ids))
         taken, pad = None, self._padding_idx
         if pad is not None and bool((ids == pad).any()):
@@ -185,7 +188,7 @@ class TensorReader(IdReader):
                 f"input of shape {list(input.shape)} with offsets of shape {shape}: give ids [n] "
                 "with offsets [b], or ids [b, n] without"
             )
-        ends = offsets.detach().cpu().long()
+        ends = offsets.detach().to("cpu", torch.int64, copy=True)
         if not self._to_end:
             ends = torch.cat([ends, torch.tensor([count])])
         fits = len(ends) and not int(ends[0]) and int(ends[-1]) == count

@@ -367,6 +367,8 @@ def test_state_goes_to_torchrec_and_back() -> None:
     model = dlrm(ebc)
     views = ebc.state_dict(prefix="a.")  # of the store, which change as training goes on
     assert list(views) == [f"a.{key_of_tables()}.t{i}.weight" for i in range(4)]
+    for view in views.values():  # or libraries would take one for the other
+        assert view.untyped_storage().nbytes() == view.nbytes
     before = {name: value.clone() for name, value in views.items()}
     train(model, ebc, lookahead(batches(), ebc))
     ebc.flush()

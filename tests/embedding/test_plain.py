@@ -323,6 +323,21 @@ def test_a_look_ahead_says_where_ids_are_missing_or_out_of_turn(one_thread) -> N
     module.close()
 
 
+def test_a_buffer_that_is_filled_again_is_another_batch(one_thread) -> None:
+    module, buffer = ours(nn.Embedding), torch.zeros(4, dtype=torch.int64)
+    behind = buffer.numpy()  # writes that torch does not count
+    for first in (0, 4):
+        behind[:] = range(first, first + 4)
+        assert torch.equal(module(buffer), module.weight[buffer])
+    stream = iter(lookahead([buffer], module))
+    next(stream)
+    behind[:] = 0
+    with pytest.raises(PlanError, match="not those of batch 0"):
+        module(buffer)
+    stream.close()
+    module.close()
+
+
 def test_padding_that_moves_is_another_batch(one_thread) -> None:
     module = ours(nn.Embedding, how={"padding_idx": PAD})
     stream = iter(lookahead([torch.tensor([1, PAD])], module))

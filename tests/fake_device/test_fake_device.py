@@ -23,7 +23,8 @@ from fake_device.process import run
 from fake_device.runs import digest_of
 from scenarios import Shaker
 
-from distcache import lookahead, train
+from distcache import CachedEmbedding, CachedEmbeddingBag, lookahead, train
+from distcache.optim import SGD
 
 KEYS = """
     trainer.device=cuda trainer.backend=gloo trainer.steps=16 trainer.log_level=ERROR
@@ -296,3 +297,35 @@ def test_the_device_keeps_its_promises(guard: Path) -> None:
     ((done,),) = run(guard, promises, [None])
     assert len(done) == 6
     assert not torch.cuda.is_available()  # nothing of it here
+
+
+def modules(call: dict[str, Any]) -> tuple[list[list[float]], str]:
+    """The outputs of torch.nn's kinds of module over a few steps, and their digest; `moved`: with
+    ids that were brought to the device, as loops of training libraries do."""
+    device, found = call["device"], []
+    generator = torch.Generator().manual_seed(0)
+    given = [(torch.rand(8, 4, generator=generator) ** 2 * 90).long() for _ in range(12)]
+    how = {"padding_idx": 3, "rows": 60, "device": device, "optimizer": SGD(lr=0.1)}
+    torch.manual_seed(0)
+    own = CachedEmbedding(90, 8, **how), CachedEmbeddingBag(90, 8, mode="sum", **how)
+    for batch in lookahead(given, own) if call["ahead"] else given:
+        ids = batch.to(device, non_blocking=True) if call["moved"] else batch
+        rows, bags = own[0](ids), own[1](ids, None, torch.ones(ids.shape, device=device))
+        (rows.sum(1) * bags).tanh().sum().backward()
+        for module in own:
+            module.step()
+        found.append(torch.cat([rows.flatten(), bags.flatten()]).detach())
+    outputs = torch.stack(found).cpu()
+    for module in own:
+        module.close()
+    return outputs.tolist(), digest_of(outputs)
+
+
+def test_modules_as_torchs_have_the_cpus_numbers(guard: Path) -> None:
+    ways = [(ahead, moved) for ahead in (True, False) for moved in (True, False)]
+    calls = [{"device": "cuda", "ahead": ahead, "moved": moved} for ahead, moved in ways]
+    on_cpu = {"device": "cpu", "ahead": False, "moved": False}
+    under = [SCHEDULES[at % 3] for at in range(len(calls) + 1)]
+    *found, expected = [one for (one,) in run(guard, modules, [*calls, on_cpu], under=under)]
+    assert len({digest for _, digest in found}) == 1
+    torch.testing.assert_close(torch.tensor(found[0][0]), torch.tensor(expected[0]))
