@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from placement_cases import TABLES, fitting_slots, placement_of
+from placement_cases import HALVES, TABLES, fitting_slots, placement_of
 from ranks import run_ranks
 from scenarios import OPTIMIZERS, Scenario, make_mode
 from torch import Tensor
@@ -56,7 +56,7 @@ def train_and_read(
     old_rows.PIECE_ROWS = 1  # small tables have many pieces then too
     world = open_world("cpu", "gloo", 60)
     spec, lr = OPTIMIZERS[optimizer]
-    case = Scenario(TABLES, spec, lr, steps=STEPS, seed=3)
+    case = Scenario(HALVES if kind == "mixed" else TABLES, spec, lr, steps=STEPS, seed=3)
     placement = Placement() if kind is None else placement_of(kind, case)
     slots = fitting_slots(case, size, placement)
     settings = CachedSettings(mode_name, slots, 3, 2, validate=True, placement=placement)

@@ -32,6 +32,7 @@ from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.fitting import _summed, own_config, table_specs
 from distcache.parallel.base import OptimizerSpec
 from distcache.parallel.cached import CachedSettings
+from distcache.trainer.manifest import Manifest
 
 SCENARIO = Scenario((table("t", 300, 8, 3),), OptimizerSpec("adagrad"), steps=12, weighted=False)
 """Three features on one table; a rank's slice of step s is `SCENARIO.batch(s, rank, world)`."""
@@ -827,7 +828,9 @@ def test_tables_in_half_precision(tmp_path):
         return distcache.fit(slices(), tables, SCENARIO.model(), **how).summary
 
     found = [digests(run(mode, mode=mode)) for mode in ("data", "resident", "host")]
-    run("half", **{"trainer.steps": 5})
+    few = {"trainer.checkpoint_every": 2, "trainer.checkpoint_whole_every": 9}
+    run("half", **{"trainer.steps": 5, "cache.rows": 200}, **few)
+    assert Manifest.read(tmp_path / "half" / "checkpoints" / "step_00000005").base is not None
     whole = {"trainer.resume": str(tmp_path / "half")}
     found.append(digests(run("rest", **whole)))
     assert found == found[:1] * 4 and found[0] != digests(run("wide", SCENARIO.tables))
