@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distcache.comm.link import agree_on, on_first, together
+from distcache.embedding.copies import Copied
 from distcache.embedding.graphs import (
     as_exported,
     as_node,
@@ -46,6 +46,7 @@ from distcache.embedding.settings import (
     Recipe,
     StepParameters,
     check_names,
+    concrete_device,
 )
 from distcache.embedding.step import CollectionTables
 from distcache.embedding.weights import TableView
@@ -66,7 +67,7 @@ log = logging.getLogger(__name__)
 # What the drop-in collections have in common: all but what comes out of a lookup.
 
 
-class CachedCollection(nn.Module):
+class CachedCollection(Copied):
     """Tables in host memory, a cache of rows on the device, behind one of TorchRec's interfaces.
 
     A collection says under which name its tables are in a `state_dict`, and forms the output of
@@ -102,7 +103,7 @@ class CachedCollection(nn.Module):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
-        configs, where = checked_configs(tables, self._config), _concrete(device)
+        configs, where = checked_configs(tables, self._config), concrete_device(device)
         lookups = lookups_of(configs)
         keys = [f"{self._tables_key}.{spec.name}.weight" for spec in lookups.specs]
         updates = by_table(update, [spec.name for spec in lookups.specs])
@@ -116,8 +117,6 @@ class CachedCollection(nn.Module):
         self.optimizer = RowOptimizer(self._member)
         self._frozen = set[str]()
         self._views: tuple[Mapping[str, Tensor], nn.ModuleDict] | None = None
-        self._copied: tuple[CachedCollection, ...] = ()
-        """That whose tables these are, where this is a copy."""
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=where))
@@ -199,10 +198,6 @@ class CachedCollection(nn.Module):
         recorded = torch.is_grad_enabled() and not self._copied
         planned = tables.plan_inline([read], "train" if recorded else "eval")
         return tables.open(planned, [read], self._frozen_now()), 0
-
-    @property
-    def _trains(self) -> bool:
-        return self.training and torch.is_grad_enabled()
 
     # --- training ---------------------------------------------------------------------------
 
@@ -451,7 +446,7 @@ class CachedCollection(nn.Module):
             )
         super()._apply(fn, recurse)
         if self.trainable.device != device:
-            self._member.move(_concrete(self.trainable.device))
+            self._member.move(concrete_device(self.trainable.device))
         return self
 
     def _take_device(self) -> None:
@@ -459,40 +454,7 @@ class CachedCollection(nn.Module):
         'meta' do."""
         where = self.trainable.device
         if self.device.type == "meta" and where.type != "meta":
-            self._member.move(_concrete(where))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CachedCollection:
-        """A module over the same tables, which reads what they are then, and trains nothing."""
-        copied = type(self).__new__(type(self))
-        own = vars(self) | {"_views": None, "_copied": ()}
-        shared = (own[name] for name in ("_member", "reader", "optimizer", "_frozen"))
-        memo.update({id(self): copied} | {id(one): one for one in shared})
-        vars(copied).update(copy.deepcopy(own, memo), _copied=self._copied or (self,))
-        if not self._member.was_copied:
-            self._member.was_copied = True
-            log.warning(
-                "a copy of a %s has no tables of its own: it reads those of the first, which go on "
-                "training. To keep them as they are, use distcache.save, or copy its state_dict()",
-                type(self).__name__,
-            )
-        return copied
-
-    def _refuse(self, found: Sequence[Tensor]) -> None:
-        """Let no gradient come to what a copy in training has given out."""
-
-        def refuse(gradient: Tensor) -> None:
-            raise self._reads_alone("be trained")
-
-        if self._copied and self._trains and self.trainable.requires_grad:
-            for values in found:
-                values.requires_grad_(True).register_hook(refuse)
-
-    def _reads_alone(self, what: str) -> PlanError:
-        return PlanError(
-            f"a copy (copy.deepcopy) of a {type(self).__name__} cannot {what}: it reads the tables "
-            "of the first, which has the steps. Call it after eval() or in torch.no_grad(), or "
-            "freeze it by requires_grad_(False); to train other tables make another collection"
-        )
+            self._member.move(concrete_device(where))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise PlanError: the tables are shared memory that other ranks hold too."""
@@ -507,16 +469,6 @@ class CachedCollection(nn.Module):
             f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
             for table in self._recipe.lookups.specs
         )
-
-
-def _concrete(device: torch.device | str | None) -> torch.device:
-    """The device with its index; None is torch's default device."""
-    chosen = torch.get_default_device() if device is None else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda", "meta"):
-        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda' ('meta': not yet)")
-    return chosen
 
 
 # -----------------------------------------------------------------------------
@@ -640,7 +592,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
             step, micro = self._open(features)
             weighted = features if self._is_weighted else None
             pooled = step.pooled(micro, weighted, reads_alone=bool(self._copied))
-            self._refuse([pooled])
+            self._refuse_gradients([pooled])
         return KeyedTensor(self.embedding_names, self._lengths_per_embedding, pooled)
 
 
@@ -735,7 +687,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         step, micro = self._open(features)
         ids, device = step.reads[micro].ids, self._recipe.device
         rows = step.rows(micro, reads_alone=bool(self._copied))
-        self._refuse(rows)
+        self._refuse_gradients(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names
         dtype = torch.int64 if given is None else given.dtype
         by_lookup = ids.offsets.diff().view(len(names), ids.batch_size)
