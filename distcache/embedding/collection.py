@@ -27,15 +27,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distcache.comm.link import agree_on, on_first, together
+from distcache.embedding import graphs
 from distcache.embedding.copies import Copied
-from distcache.embedding.graphs import (
-    as_exported,
-    as_node,
-    is_traced,
-    let_ir_take,
-    sequences_as_exported,
-    sequences_on_meta,
-)
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
@@ -541,7 +534,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
-        let_ir_take(type(self))
+        graphs.let_ir_take(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -581,10 +574,10 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        if is_traced(features):
-            return as_node(self, features)
+        if graphs.is_traced(features):
+            return graphs.as_node(self, features)
         if torch.compiler.is_exporting():
-            pooled = torch.cat(as_exported(features, self._lengths_per_embedding), dim=1)
+            pooled = torch.cat(graphs.as_exported(features, self._lengths_per_embedding), dim=1)
         elif self.device.type == "meta":
             size = features.stride(), sum(self._lengths_per_embedding)
             pooled = torch.empty(size, device="meta")
@@ -678,12 +671,12 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        if is_traced(features):
-            return as_node(self, features)
+        if graphs.is_traced(features):
+            return graphs.as_node(self, features)
         if torch.compiler.is_exporting():
-            return sequences_as_exported(self.reader.lookups, features, self._need_indices)
+            return graphs.sequences_as_exported(self.reader.lookups, features, self._need_indices)
         if self.device.type == "meta":
-            return sequences_on_meta(self.reader.lookups, features, self._need_indices)
+            return graphs.sequences_on_meta(self.reader.lookups, features, self._need_indices)
         step, micro = self._open(features)
         ids, device = step.reads[micro].ids, self._recipe.device
         rows = step.rows(micro, reads_alone=bool(self._copied))
