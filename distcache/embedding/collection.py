@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,14 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache.comm.link import agree_on, on_first, together
-from distcache.embedding.graphs import (
-    as_exported,
-    as_node,
-    is_traced,
-    let_ir_take,
-    sequences_as_exported,
-    sequences_on_meta,
-)
+from distcache.embedding import graphs
+from distcache.embedding.copies import Copied
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
@@ -35,6 +28,7 @@ from distcache.embedding.settings import (
     Recipe,
     StepParameters,
     check_names,
+    concrete_device,
 )
 from distcache.embedding.step import CollectionTables
 from distcache.embedding.theirs import (
@@ -69,7 +63,7 @@ log = logging.getLogger(__name__)
 # What the drop-in collections have in common: all but what comes out of a lookup.
 
 
-class CachedCollection(nn.Module):
+class CachedCollection(Copied):
     """Tables in host memory, a cache of rows on the device, behind one of TorchRec's interfaces.
 
     A collection says under which name its tables are in a `state_dict`, and forms the output of
@@ -111,7 +105,7 @@ class CachedCollection(nn.Module):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
-        configs, where = self._checked(tables), _concrete(device)
+        configs, where = self._checked(tables), concrete_device(device)
         lookups = lookups_of(configs)
         keys = [self._key_of(spec.name) for spec in lookups.specs]
         updates = by_table(update, [spec.name for spec in lookups.specs])
@@ -125,8 +119,6 @@ class CachedCollection(nn.Module):
         self.optimizer = RowOptimizer(self._member)
         self._frozen = set[str]()
         self._views: tuple[Mapping[str, Tensor], nn.ModuleDict] | None = None
-        self._copied: tuple[CachedCollection, ...] = ()
-        """That whose tables these are, where this is a copy."""
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=where))
@@ -231,10 +223,6 @@ class CachedCollection(nn.Module):
             if trains and stream.awaits:
                 raise stream.altered()
         return None
-
-    @property
-    def _trains(self) -> bool:
-        return self.training and torch.is_grad_enabled()
 
     # --- training ---------------------------------------------------------------------------
 
@@ -484,7 +472,7 @@ class CachedCollection(nn.Module):
             )
         super()._apply(fn, recurse)
         if self.trainable.device != device:
-            self._member.move(_concrete(self.trainable.device))
+            self._member.move(concrete_device(self.trainable.device))
         return self
 
     def _take_device(self) -> None:
@@ -492,40 +480,7 @@ class CachedCollection(nn.Module):
         'meta' do."""
         where = self.trainable.device
         if self.device.type == "meta" and where.type != "meta":
-            self._member.move(_concrete(where))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CachedCollection:
-        """A module over the same tables, which reads what they are then, and trains nothing."""
-        copied = type(self).__new__(type(self))
-        own = vars(self) | {"_views": None, "_copied": ()}
-        shared = (own[name] for name in ("_member", "reader", "optimizer", "_frozen"))
-        memo.update({id(self): copied} | {id(one): one for one in shared})
-        vars(copied).update(copy.deepcopy(own, memo), _copied=self._copied or (self,))
-        if not self._member.was_copied:
-            self._member.was_copied = True
-            log.warning(
-                "a copy of a %s has no tables of its own: it reads those of the first, which go on "
-                "training. To keep them as they are, use distcache.save, or copy its state_dict()",
-                type(self).__name__,
-            )
-        return copied
-
-    def _refuse(self, found: Sequence[Tensor]) -> None:
-        """Let no gradient come to what a copy in training has given out."""
-
-        def refuse(gradient: Tensor) -> None:
-            raise self._reads_alone("be trained")
-
-        if self._copied and self._trains and self.trainable.requires_grad:
-            for values in found:
-                values.requires_grad_(True).register_hook(refuse)
-
-    def _reads_alone(self, what: str) -> PlanError:
-        return PlanError(
-            f"a copy (copy.deepcopy) of a {type(self).__name__} cannot {what}: it reads the tables "
-            "of the first, which has the steps. Call it after eval() or in torch.no_grad(), or "
-            "freeze it by requires_grad_(False); to train other tables make another collection"
-        )
+            self._member.move(concrete_device(where))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise PlanError: the tables are shared memory that other ranks hold too."""
@@ -546,16 +501,6 @@ def _alone(rows: Tensor) -> Tensor:
     """`rows` `[n, D]` of a store, whose storage is that of no other table: libraries take tensors
     of one storage for one tensor, and torch.save writes whole storages."""
     return torch.from_numpy(rows.view(torch.uint8).numpy()).view(rows.dtype)
-
-
-def _concrete(device: torch.device | str | None) -> torch.device:
-    """The device with its index; None is torch's default device."""
-    chosen = torch.get_default_device() if device is None else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda", "meta"):
-        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda' ('meta': not yet)")
-    return chosen
 
 
 # -----------------------------------------------------------------------------
@@ -628,7 +573,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
-        let_ir_take(type(self))
+        graphs.let_ir_take(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -668,10 +613,10 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        if is_traced(features):
-            return as_node(self, features)
+        if graphs.is_traced(features):
+            return graphs.as_node(self, features)
         if torch.compiler.is_exporting():
-            pooled = torch.cat(as_exported(features, self._lengths_per_embedding), dim=1)
+            pooled = torch.cat(graphs.as_exported(features, self._lengths_per_embedding), dim=1)
         elif self.device.type == "meta":
             size = features.stride(), sum(self._lengths_per_embedding)
             pooled = torch.empty(size, device="meta")
@@ -680,7 +625,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
             of_ids = (step.reads[micro], features, self.device)
             weights = self.reader.weights(*of_ids) if self._is_weighted else None
             pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
-            self._refuse([pooled])
+            self._refuse_gradients([pooled])
         return KeyedTensor(self.embedding_names, self._lengths_per_embedding, pooled)
 
 
@@ -768,16 +713,16 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         Raises PlanError for a batch that is not the one that `lookahead` gave out next, DataError
         for ids or keys that do not fit, StepTooLargeError when the cache does not hold the step.
         """
-        if is_traced(features):
-            return as_node(self, features)
+        if graphs.is_traced(features):
+            return graphs.as_node(self, features)
         if torch.compiler.is_exporting():
-            return sequences_as_exported(self.reader.lookups, features, self._need_indices)
+            return graphs.sequences_as_exported(self.reader.lookups, features, self._need_indices)
         if self.device.type == "meta":
-            return sequences_on_meta(self.reader.lookups, features, self._need_indices)
+            return graphs.sequences_on_meta(self.reader.lookups, features, self._need_indices)
         step, micro = self._open(features)
         ids, device = step.reads[micro].ids, self._recipe.device
         rows = step.rows(micro, reads_alone=bool(self._copied))
-        self._refuse(rows)
+        self._refuse_gradients(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names
         dtype = torch.int64 if given is None else given.dtype
         by_lookup = ids.offsets.diff().view(len(names), ids.batch_size)

@@ -167,7 +167,7 @@ class CachedEmbeddingBag(CachedModule):
         if per_sample_weights is not None:
             weights = self.reader.weights(step.reads[micro], given, self.device)
         pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
-        self._refuse([pooled])
+        self._refuse_gradients([pooled])
         return pooled
 
 
@@ -236,7 +236,7 @@ class CachedEmbedding(CachedModule):
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
         step, micro = self._open(given)
         (rows,), taken = step.rows(micro, bool(self._copied)), step.reads[micro].taken
-        self._refuse([rows])
+        self._refuse_gradients([rows])
         if taken is not None:  # the others are padding
             pad, at = all_to_device([self._padding_row(), taken], rows.device)
             rows = pad.expand(input.numel(), -1).index_copy(0, at, rows)

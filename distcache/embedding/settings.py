@@ -153,6 +153,16 @@ def library_words() -> Iterator[None]:
         raise
 
 
+def concrete_device(device: torch.device | str | None) -> torch.device:
+    """The device with its index; None is torch's default device."""
+    chosen = torch.get_default_device() if device is None else torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if chosen.type not in ("cpu", "cuda", "meta"):
+        raise ConfigError(f"device={chosen}: a cache lies on 'cpu' or 'cuda' ('meta': not yet)")
+    return chosen
+
+
 @dataclass(frozen=True)
 class NoUpdate(RowUpdate):
     """What stands in for an optimizer that nobody has given."""
