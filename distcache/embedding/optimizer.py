@@ -313,7 +313,8 @@ class RowsAndDense(torch.optim.Optimizer):
     def __init__(self, dense: torch.optim.Optimizer, model: nn.Module) -> None:
         """`model`: with the collections, or what is around it. Raises ConfigError without any."""
         found = [vars(module).get("optimizer") for module in model.modules()]
-        self.dense, self.rows = dense, [own for own in found if isinstance(own, RowOptimizer)]
+        rows = {id(own): own for own in found if isinstance(own, RowOptimizer)}
+        self.dense, self.rows = dense, list(rows.values())  # copies share that of the first
         if not self.rows or not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(
                 f"RowsAndDense({type(dense).__name__}, {type(model).__name__}): give the optimizer "
