@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from distcache.embedding.collection import (
+from distcache.embedding.jagged import (
     CachedEmbeddingBagCollection,
     CachedEmbeddingCollection,
 )
