@@ -53,7 +53,6 @@ from distcache.store.table_files import (
 )
 
 if TYPE_CHECKING:
-    from distcache.embedding.collisions import Collisions
     from distcache.embedding.stream import Epoch
 
 log = logging.getLogger(__name__)
@@ -80,9 +79,6 @@ class CachedCollection(nn.Module):
 
     _is_weighted: bool = False
     """Whether the weights of ids are read."""
-
-    collisions: Collisions | None = None
-    """Where TorchRec's managed collisions are around it, what makes row numbers of ids."""
 
     def _make(
         self,
@@ -180,23 +176,22 @@ class CachedCollection(nn.Module):
         trains, update = self.training and torch.is_grad_enabled(), self._recipe.update
         if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
             raise update.missing()
-        batch = features if self.collisions is None else self.collisions.given(self, features)
-        found, current = self.find_step(tables, batch), tables.current
-        if found is not None and found[0] is not None:
-            return found[0].open_next(self._frozen_now())
-        if found is not None and current is not None:
-            return current, found[1]
+        collisions = self.reader.collisions
+        found = collisions.place(self, features) if collisions else self.find(tables, features)
+        if found is not None:
+            where, micro = found
+            opened = isinstance(where, OpenStep)
+            return (where, micro) if opened else where.open_next(self._frozen_now())
         tables.end_current()
-        read = self.reader.read(features)
-        read = read if self.collisions is None else self.collisions.noted(read)
+        read = collisions.read(features) if collisions else self.reader.read(features)
         planned = tables.plan_inline(read, "train" if torch.is_grad_enabled() else "eval")
         return tables.open(planned, [read], self._frozen_now()), 0
 
-    def find_step(
+    def find(
         self, tables: CollectionTables, features: KeyedJaggedTensor
-    ) -> tuple[Epoch | None, int] | None:
-        """The look-ahead of which `features` is the next batch, or None and its place in the open
-        step; None where it is neither, PlanError if another batch is awaited in training."""
+    ) -> tuple[Epoch | OpenStep, int] | None:
+        """The look-ahead whose next batch `features` is, or the step and the micro-batch that it is
+        of. Raises PlanError in training where a look-ahead gave out another batch."""
         trains, current = self.training and torch.is_grad_enabled(), tables.current
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:
@@ -204,7 +199,7 @@ class CachedCollection(nn.Module):
                     return stream, 0
             for micro, read in enumerate(current.reads if current is not None else []):
                 if read.is_of(features) and read.is_unchanged(features, self.reader.read):
-                    return None, micro
+                    return current, micro
         for stream in tables.streams:
             if trains and stream.awaits:
                 raise stream.altered()

@@ -36,6 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distcache.comm.link import Link, host_link
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import ReadIds
+from distcache.embedding.open_step import OpenStep
 from distcache.errors import ConfigError, DataError, DistcacheError, PeerError, PlanError
 
 if TYPE_CHECKING:
@@ -281,18 +282,19 @@ class _Maps:
 @dataclass
 class _Coming:
     """A batch between the modules and the collection: as it came (`raw`), in the order of the
-    modules (`ordered`), what a look-ahead or the open step knows of it (`stream`, `known`), the ids
-    of all ranks (`whole`), and what came out (`features`). `foreseen`: whether it was mapped from
-    where the modules stand now; `repeats`: a forward that backward runs again (activation
-    checkpointing), which counts once."""
+    modules (`ordered`), where a look-ahead or an open step has it (`place`) and as what (`known`),
+    the ids of all ranks (`whole`), and what came out (`features`). `foreseen`: whether it was
+    mapped from where the modules stand now; `repeats`: a forward that backward runs again
+    (activation checkpointing), which counts once; `is_new`: until the collection has it."""
 
     raw: KeyedJaggedTensor
     ordered: KeyedJaggedTensor
-    stream: Epoch | None
+    place: tuple[Epoch | OpenStep, int] | None
     known: MappedIds | None
     whole: Whole | None
     foreseen: bool = True
     repeats: bool = False
+    is_new: bool = True
     undo: ExitStack = field(default_factory=ExitStack)
     features: KeyedJaggedTensor | None = None
 
@@ -332,7 +334,11 @@ class Collisions:
         keys = list(features.keys())
         if keys == self._names:
             return features
-        self.reader.places(keys)  # names what is missing
+        if missing := [name for name in self._names if name not in keys]:
+            raise DataError(
+                f"feature {missing[0]!r} of the collision modules is not among the keys of the "
+                f"KeyedJaggedTensor: {keys}"
+            )
         return features.permute([keys.index(name) for name in self._names])
 
     def to_modules(self, whole: Whole) -> KeyedJaggedTensor:
@@ -367,32 +373,29 @@ class Collisions:
         return (self.to_modules(coming.whole), *args[1:]), kwargs
 
     def _begin(self, own: CachedCollection, raw: KeyedJaggedTensor) -> _Coming:
-        tables, maps, stream, known = own.tables, self.maps, None, None
-        link, place = host_link(tables.world), own.find_step(tables, raw)
-        if place is not None:
-            stream, micro = place
-            read = tables.current.reads[micro] if stream is None else stream.next_read
-            known = read if isinstance(read, MappedIds) else None
-        whole = known and known.whole
-        if stream is not None and whole is None:
+        maps, link, place = self.maps, host_link(own.tables.world), own.find(own.tables, raw)
+        where, micro = place or (None, 0)
+        ahead = where is not None and not isinstance(where, OpenStep)
+        read = where and (where.next_read if ahead else where.reads[micro])
+        known = read if isinstance(read, MappedIds) else None
+        coming = _Coming(raw, self.ordered(raw), place, known, known and known.whole)
+        if ahead and coming.whole is None:
             raise PlanError(
                 "this look-ahead began before its collection had collision modules: make the "
                 "module around both first, then the look-ahead"
             )
-        coming = _Coming(raw, self.ordered(raw), stream, known, whole)
-        if stream is None and whole is not None and torch._C._current_graph_task_id() != -1:
+        if not ahead and coming.whole is not None and torch._C._current_graph_task_id() != -1:
             coming.repeats = True
             for module in maps.modules.values():
                 coming.undo.callback(module.train, module.training)
                 module.eval()
             return coming
-        if stream is None:
-            coming.whole = whole = None
-        if stream is None and maps.state[2]:
-            found = _gather(link, [(coming.ordered, time.time())], maps.digest)
-            coming.whole = whole = found[0] if found else None
+        if not ahead:
+            part = [(coming.ordered, time.time())] if maps.state[2] else []
+            (coming.whole,) = (part and _gather(link, part, maps.digest)) or (None,)
+        whole = coming.whole
         if whole is not None:
-            if stream is not None and self._written != self._versions():
+            if self._written != self._versions():
                 whole.before = ()
             coming.foreseen = whole.before == maps.state
             coming.undo.enter_context(maps.at(whole, link))
@@ -408,6 +411,7 @@ class Collisions:
         if not isinstance(output, KeyedJaggedTensor):  # an error
             self._coming = None
             return None
+        output._keys = list(output.keys())  # by which the batch would be recognised
         coming.features, whole, known = output, coming.whole, coming.known
         if whole is None:
             return None
@@ -417,35 +421,43 @@ class Collisions:
             self.maps.note(whole, output)
             whole.applied, self._written = True, self._versions()
             same = coming.foreseen and len(was) > 0 and all(map(torch.equal, was, whole.mapped))
-            if known is not None and coming.stream is not None and not same:
+            where = coming.place and coming.place[0]
+            if isinstance(where, OpenStep) and not same:
+                coming.place = None  # once more, and other rows: a step of its own
+            elif where is not None and known is not None and not same:
                 features = whole.own(known.raw.source, self.ordered(known.raw.source), rank)
-                coming.stream.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
-            elif known is not None and not same:
-                own.tables.end_current()  # once more, and other rows: a step of its own
+                where.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
         if coming.repeats or own.tables.world.size > 1:
             coming.features = whole.own(coming.raw, coming.ordered, rank)
         return coming.features
 
-    def given(self, own: CachedCollection, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch of which the modules made `features` just now. Raises PlanError in training for
-        others, of which the modules of other ranks, or of a look-ahead, are not told; `own`: the
-        collection that they came to."""
+    def place(
+        self, own: CachedCollection, features: KeyedJaggedTensor
+    ) -> tuple[Epoch | OpenStep, int] | None:
+        """See `CachedCollection.find`, of the batch of which the modules made `features` just now.
+        Raises PlanError in training for others, of which the modules of other ranks, or of a
+        look-ahead, are not told; `own`: the collection that they came to."""
         coming = self._coming
         if coming is not None and coming.features is features:
-            return coming.raw
+            new, coming.is_new = coming.is_new, False
+            return coming.place if new else own.find(own.tables, coming.raw)
         if own.training and (own.tables.world.size > 1 or own.tables.streams):
             raise PlanError(
                 f"the ids that came to the {type(own).__name__} did not come from its collision "
                 "modules: call the module around both, with the batch as it is"
             )
-        return features
+        return own.find(own.tables, features)
 
-    def noted(self, read: ReadIds) -> ReadIds:
-        """`read`, with the batch that it came from."""
-        coming = self._coming
-        if coming is None or coming.features is not read.source:
+    def read(self, features: KeyedJaggedTensor) -> ReadIds:
+        """The row numbers that the modules made, with the batch of which they did."""
+        read, coming = self.reader.read(features), self._coming
+        if coming is None or coming.features is not features:
             return read
         return MappedIds.of(read, self.reader.read(coming.raw), coming.whole)
+
+    def ahead(self) -> Ahead:
+        """A copy of the modules, to go ahead from where they stand. In the training thread."""
+        return Ahead(self)
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -580,8 +592,8 @@ def _adopt(module: nn.Module, name: str, child: nn.Module | None) -> None:
     mcc = getattr(module, "_managed_collision_collection", None)
     if not isinstance(child, CachedCollection) or mcc is None:
         return
-    if child.collisions is None or child.collisions.maps.mcc is not mcc:
-        child.collisions = Collisions(child, mcc)
+    if child.reader.collisions is None or child.reader.collisions.maps.mcc is not mcc:
+        child.reader.collisions = Collisions(child, mcc)
     module.__class__ = _AROUND.get(type(module), type(module))
 
 

@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
+
+if TYPE_CHECKING:
+    from distcache.embedding.collisions import Collisions
 
 # -----------------------------------------------------------------------------
 # From TorchRec's table configs to tables, feature names and initial weights.
@@ -247,6 +250,9 @@ class IdReader:
     """Reads the ids that `lookups` need from `KeyedJaggedTensor`s; `pooled`: whether bags come out,
     rather than the row of every id."""
 
+    collisions: Collisions | None = None
+    """What makes row numbers of ids, where TorchRec's managed collisions do."""
+
     def __init__(self, lookups: Lookups, pooled: bool) -> None:
         self.lookups, self._pooled = lookups, pooled
 
@@ -265,7 +271,7 @@ class IdReader:
         if lengths is None:
             lengths = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets.diff()
         counts = lengths.detach().cpu().to(torch.int64).reshape(-1)
-        strides, places = _strides(features, keys, counts), self.places(keys)
+        strides, places = _strides(features, keys, counts), self._places(keys)
         ids, inverse = values.detach().cpu(), features.inverse_indices_or_none()
         inverse = inverse if self._pooled else None
         own, taken = [strides[place] for place in places], None
@@ -286,8 +292,8 @@ class IdReader:
         joined = JaggedIds(self.lookups.features, ids, _offsets(counts), None)
         return ReadIds(features, joined, taken, tuple(own), versions, _token_of(features))
 
-    def places(self, keys: list[str]) -> list[int]:
-        """Where each lookup's feature is among `keys`; DataError for one that is missing."""
+    def _places(self, keys: list[str]) -> list[int]:
+        """Where each lookup's feature is among `keys`."""
         at = {key: place for place, key in enumerate(keys)}
         for feature, table in zip(self.lookups.features, self.lookups.table_names, strict=True):
             if feature not in at:

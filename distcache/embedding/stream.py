@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -29,7 +28,6 @@ from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection
-from distcache.embedding.collisions import Ahead, Collisions
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of, find_ids
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
@@ -75,8 +73,7 @@ def lookahead(
         return Together(batches, found, lambda part, own: lookahead(part, own, accumulate, ids))
     wanted = found[0].reader.lookups.features
     find = ids if ids is not None else lambda batch: find_ids(batch, wanted)
-    own = found[0]
-    read = functools.partial(Reader, batches, own.reader, find, accumulate, own.collisions)
+    read = functools.partial(Reader, batches, found[0].reader, find, accumulate)
     return Lookahead(batches, found[0]._member, read)
 
 
@@ -119,13 +116,10 @@ class Reader(Generic[T]):
         reader: IdReader,
         find: Callable[[T], KeyedJaggedTensor],
         accumulate: int,
-        collisions: Collisions | None = None,
     ) -> None:
         self._batches, self._iterator = batches, None
         self.reader, self._find, self._accumulate = reader, find, accumulate
-        self._collisions, self._ahead = collisions, None
-        self.share = None if collisions is None else self._share
-        self._next = 0
+        self._next, self._ahead = 0, None
         self._error: Exception | None = None
         self.kept: dict[int, Kept] = {}
         self.exhausted = False
@@ -156,17 +150,21 @@ class Reader(Generic[T]):
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
 
+    @property
+    def share(self) -> Callable[[Link, Batch | None], Batch | None] | None:
+        """What ranks do together with each batch before it is planned; see `Collisions`."""
+        return None if self.reader.collisions is None else self._share
+
     def _share(self, link: Link, batch: Batch | None) -> Batch | None:
         """`batch`, which was read just now, with row numbers in the place of its ids, if all ranks
-        have one: zeros where one has none, and the stream ends. By all ranks."""
-        ahead = None if batch is None else self.kept[self._next - 1]
-        mapped = self._ahead.mapped(link, ahead and ahead.reads)
-        if ahead is None or batch is None:
+        have one; with zeros where one has none, and the stream ends. By all ranks."""
+        kept = None if batch is None else self.kept[self._next - 1]
+        mapped = self._ahead.mapped(link, kept and kept.reads)
+        if batch is None or kept is None:
             return None
         if mapped is None:
-            none = torch.zeros_like(batch.ids.values)
-            return replace(batch, ids=replace(batch.ids, values=none))
-        ahead.reads[:] = mapped
+            return replace(batch, ids=replace(batch.ids, values=batch.ids.values * 0))
+        kept.reads[:] = mapped
         return as_batch(mapped, self._next - 1)
 
     def first_sizes(self) -> tuple[int, int]:
@@ -187,8 +185,8 @@ class Reader(Generic[T]):
     def start(self, engine: CachedTables) -> None:
         """Let the engine's threads read and plan."""
         self.timeout_s = min(self.timeout_s, engine.world.timeout_s)
-        if self._collisions is not None:
-            self._ahead = Ahead(self._collisions)
+        if self.reader.collisions is not None:
+            self._ahead = self.reader.collisions.ahead()
         self.stream = engine.ahead(self)
         _running[self.stream] = engine.world
 

@@ -337,7 +337,7 @@ def _end(rank: int, size: int, fails: bool) -> dict:
             seen.append(batch)
     except (ValueError, PeerError) as error:
         found["error"] = str(error)
-    found |= {"steps": len(seen), "count": collection.collisions.maps.count}
+    found |= {"steps": len(seen), "count": collection.reader.collisions.maps.count}
     collection.close()
     return found
 
