@@ -405,13 +405,14 @@ class Collisions:
     def _leave(self, mcc: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After the modules: this rank's part of what came out."""
         coming, own = self._coming, self._collection()
+        if isinstance(output, KeyedJaggedTensor):
+            output._keys = list(output.keys())  # without the token of the batch
         if mcc is not self.maps.mcc or own is None or coming is None or coming.features is not None:
             return None
         coming.undo.close()
         if not isinstance(output, KeyedJaggedTensor):  # an error
             self._coming = None
             return None
-        output._keys = list(output.keys())  # by which the batch would be recognised
         coming.features, whole, known = output, coming.whole, coming.known
         if whole is None:
             return None
