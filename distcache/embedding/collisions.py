@@ -530,38 +530,36 @@ class Ahead:
         with torch.inference_mode(False):
             vars(mcc)["_modules"] = copy.deepcopy(mcc._modules)
         vars(mcc)["_features_order"] = []
+        mcc.evict()  # what the user's have not told of yet, in the middle of a forward
         self._own, self._maps = own, _Maps(mcc, own.maps.count, own.maps.digest)
         for module in self._maps.modules.values():
             if getattr(module, "_scalar_logger", None) is not None:  # the user's module logs
                 module._scalar_logger, module._tb_logging_frequency = None, 0
 
-    def mapped(self, link: Link, reads: Sequence[ReadIds] | None) -> list[ReadIds] | None:
-        """The micro-batches of the next step with row numbers, if all ranks have some; None where
-        one has none. By all ranks."""
-        parts: list[tuple[KeyedJaggedTensor, float]] | None = None
+    def map(self, link: Link, reads: list[ReadIds] | None) -> bool:
+        """Let the micro-batches of the next step, which were read just now, have row numbers, if
+        all ranks have some; whether they do. By all ranks."""
+        known, parts = list[MappedIds](), None
         try:
             if reads is not None:
-                parts = [self._part(read) for read in reads]
+                reads[:] = known = [self._timed(read) for read in reads]
+                parts = [(self._own.ordered(of.raw.source), of.whole.clock) for of in known]
         finally:
             wholes = _gather(link, parts, self._maps.digest)
-        if wholes is None or parts is None:
-            return None
-        found = list(reads or ())
-        for at, (whole, (features, _)) in enumerate(zip(wholes, parts, strict=True)):
-            read = found[at]
-            if isinstance(read, MappedIds) and read.whole is not None and read.whole.applied:
-                continue  # by the user's modules, from which this copy was made
-            raw = read.raw if isinstance(read, MappedIds) else read
-            self._advance(whole, link)
-            own = whole.own(raw.source, features, link.world.rank)
-            found[at] = MappedIds.of(self._own.reader.read(own), raw, whole)
-        return found
+        if wholes is None or reads is None or parts is None:
+            return False
+        for at, (of, whole) in enumerate(zip(known, wholes, strict=True)):
+            if not of.whole.applied:  # by the user's modules, from which this copy was made
+                self._advance(whole, link)
+                own = whole.own(of.raw.source, parts[at][0], link.world.rank)
+                reads[at] = MappedIds.of(self._own.reader.read(own), of.raw, whole)
+        return True
 
-    def _part(self, read: ReadIds) -> tuple[KeyedJaggedTensor, float]:
-        """The features of the modules, and the time at which they were read first."""
-        known = read.whole if isinstance(read, MappedIds) else None
-        raw = read.raw if isinstance(read, MappedIds) else read
-        return self._own.ordered(raw.source), time.time() if known is None else known.clock
+    def _timed(self, read: ReadIds) -> MappedIds:
+        """`read`, from now on with the time at which it was read first."""
+        if isinstance(read, MappedIds):
+            return read
+        return MappedIds.of(read, read, Whole(read.source, [], time.time()))
 
     def _advance(self, whole: Whole, link: Link) -> None:
         mcc, features = self._maps.mcc, self._own.to_modules(whole)

@@ -159,13 +159,12 @@ class Reader(Generic[T]):
         """`batch`, which was read just now, with row numbers in the place of its ids, if all ranks
         have one; with zeros where one has none, and the stream ends. By all ranks."""
         kept = None if batch is None else self.kept[self._next - 1]
-        mapped = self._ahead.mapped(link, kept and kept.reads)
+        mapped = self._ahead.map(link, kept and kept.reads)
         if batch is None or kept is None:
             return None
-        if mapped is None:
+        if not mapped:
             return replace(batch, ids=replace(batch.ids, values=batch.ids.values * 0))
-        kept.reads[:] = mapped
-        return as_batch(mapped, self._next - 1)
+        return as_batch(kept.reads, self._next - 1)
 
     def first_sizes(self) -> tuple[int, int]:
         """Ids that the first plan looks up, and bytes of its batches, before a thread reads; zeros

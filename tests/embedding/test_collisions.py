@@ -454,28 +454,51 @@ def test_a_checkpoint_has_history_and_counters(tmp_path, ahead):
     assert_as_expected(one | {"losses": losses}, want)
 
 
-def test_a_map_that_is_loaded_meanwhile_counts():
+def _loaded(rank: int, size: int, policy: str, ahead: bool) -> dict:
+    """A map is loaded before step 9; the model evaluates when every fourth batch is asked for."""
+    if policy == "mpzch":
+        with_kernel()
+        collisions.time = read_clock(0 if rank == 0 else 1000)
+    other, (collection, model) = ours(policy)[1], ours(policy)
+    mcc = model.ebc.around._managed_collision_collection
+    outer = DistributedDataParallel(model) if size > 1 else model
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    own, losses = [part(batch, rank, size) for batch in batches()], []
+    for at, batch in enumerate(lookahead(own, collection) if ahead else own):
+        model.train()
+        if at == 9:
+            mcc.load_state_dict(maps_of(other))
+        dense.zero_grad()
+        loss = loss_of(outer, batch)
+        loss.backward()
+        collection.step()
+        dense.step()
+        losses.append(loss.item())
+        if at % 4 == 1:
+            evaluated(model, part(draw(99), rank, size))
+            model.eval()
+    found = {"losses": losses, "end": weights_of(model)}
+    collection.close()
+    return found
+
+
+@job
+def _loaded_on_ranks(rank: int, size: int, policy: str, ahead: bool) -> dict:
+    return _loaded(rank, size, policy, ahead)
+
+
+@pytest.mark.parametrize("policy", ["lru", "mpzch"])
+def test_a_map_that_is_loaded_meanwhile_counts(monkeypatch, policy):
     """Plans that were made with another map are made again."""
-    found = []
-    for ahead in (False, True):
-        other = ours("lru")[1]
-        collection, model = ours("lru")
-        mcc = model.ebc.around._managed_collision_collection
-        dense = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for at, batch in enumerate(lookahead(batches(), collection) if ahead else batches()):
-            if at == 9:
-                mcc.load_state_dict(maps_of(other))
-            dense.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            collection.step()
-            dense.step()
-            losses.append(loss.item())
-        found.append((losses, weights_of(model)))
-        collection.close()
-    assert found[0][0] == found[1][0]
-    ebc_cases.assert_same(found[0][1], found[1][1])
+    monkeypatch.setattr(collisions, "time", collisions.time)
+    found = [_loaded(0, 1, policy, False), _loaded(0, 1, policy, True)]
+    found += ranks(_loaded_on_ranks, policy, True)
+    assert found[0]["losses"] == found[1]["losses"]
+    found[2]["losses"] = [
+        (a + b) / 2 for a, b in zip(found[2]["losses"], found[3]["losses"], strict=True)
+    ]
+    for own in found[1:3]:
+        assert_as_expected(own, found[0])
 
 
 def test_a_model_that_evaluates_when_the_next_batch_is_asked_for():
