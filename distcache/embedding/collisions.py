@@ -421,11 +421,11 @@ class Collisions:
             was = known.whole.mapped if known is not None and known.whole is not None else ()
             self.maps.note(whole, output)
             whole.applied, self._written = True, self._versions()
-            same = coming.foreseen and len(was) > 0 and all(map(torch.equal, was, whole.mapped))
+            same = len(was) > 0 and all(map(torch.equal, was, whole.mapped))
             where = coming.place and coming.place[0]
-            if isinstance(where, OpenStep) and not same:
-                coming.place = None  # once more, and other rows: a step of its own
-            elif where is not None and known is not None and not same:
+            if isinstance(where, OpenStep):
+                coming.place = coming.place if same else None  # other rows: a step of its own
+            elif where is not None and known is not None and not (same and coming.foreseen):
                 features = whole.own(known.raw.source, self.ordered(known.raw.source), rank)
                 where.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
         if coming.repeats or own.tables.world.size > 1:

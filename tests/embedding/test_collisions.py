@@ -580,6 +580,25 @@ def test_a_batch_that_comes_twice_counts_twice(ahead):
     collection.close()
 
 
+def test_two_forwards_of_a_batch_are_one_step_while_its_rows_are_the_same():
+    collection, model = ours("lru")
+    plain = Plain("lru", weights_of(model))
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    for own in (model, plain.model):
+        for one in own.ebc.around._managed_collision_collection.children():
+            for part_of in one.values():
+                part_of._eviction_interval = 13  # of 16 forwards: the first of a step
+    for batch in lookahead(batches(8), collection):
+        for own, steps in ((model, (collection, dense)), (plain.model, (plain.optimizer,))):
+            own.zero_grad()
+            (loss_of(own, batch) * loss_of(own, batch)).backward()
+            for one in steps:
+                one.step()
+    end = plain.model.state_dict()
+    assert_as_expected({"losses": [], "end": weights_of(model)}, {"losses": [], "end": end})
+    collection.close()
+
+
 def test_what_cannot_be_told_of_raises():
     config = EmbeddingBagConfig
     twice = [config(name=n, num_embeddings=8, embedding_dim=8, feature_names=["f"]) for n in "ab"]
