@@ -1,6 +1,7 @@
 """The drop-in: collections as TorchRec's and modules as torch.nn's, in anybody's training loop."""
 
-from contextlib import suppress
+import contextlib
+import importlib
 
 from distcache.embedding.jagged import (
     CachedEmbeddingBagCollection,
@@ -10,8 +11,8 @@ from distcache.embedding.optimizer import RowOptimizer, RowsAndDense, clip_grad_
 from distcache.embedding.plain import CachedEmbedding, CachedEmbeddingBag
 from distcache.embedding.stream import Lookahead, lookahead
 
-with suppress(ImportError, OSError, AttributeError):  # where TorchRec is not installed
-    import distcache.embedding.collisions  # noqa: F401  (wrappers of its are recognised from now on)
+with contextlib.suppress(ImportError, OSError, AttributeError):  # no TorchRec, or an older one
+    importlib.import_module("distcache.embedding.collisions")
 
 __all__ = [
     "CachedEmbedding",

@@ -46,7 +46,6 @@ from distcache.store.table_files import (
 )
 
 if TYPE_CHECKING:
-    from distcache.embedding.collisions import Collisions
     from distcache.embedding.stream import Epoch
 
 log = logging.getLogger(__name__)
@@ -76,9 +75,6 @@ class CachedCollection(Copied):
 
     _is_weighted: bool = False
     """Whether the weights of ids are read."""
-
-    collisions: Collisions | None = None
-    """Where TorchRec's managed collisions are around it, what makes row numbers of ids."""
 
     def _make(
         self,
@@ -183,25 +179,23 @@ class CachedCollection(Copied):
         trains, update = self._trains and not self._copied, self._recipe.update
         if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
             raise update.missing()
-        batch = features if self.collisions is None else self.collisions.given(self, features)
-        found = self.find_step(tables, batch)
+        collisions = self.reader.collisions
+        found = collisions.place(self, features) if collisions else self.find(tables, features)
         if found is not None:
             where, micro = found
-            if isinstance(where, OpenStep):
-                return where, micro
-            return where.open_next(self._frozen_now())
+            opened = isinstance(where, OpenStep)
+            return (where, micro) if opened else where.open_next(self._frozen_now())
         tables.end_current()
-        read = self.reader.read(features)
-        read = read if self.collisions is None else self.collisions.noted(read)
+        read = collisions.read(features) if collisions else self.reader.read(features)
         recorded = torch.is_grad_enabled() and not self._copied
         planned = tables.plan_inline([read], "train" if recorded else "eval")
         return tables.open(planned, [read], self._frozen_now()), 0
 
-    def find_step(
+    def find(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[Epoch | OpenStep, int] | None:
-        """The look-ahead of which `features` is the next batch, or the step that has it and its
-        place there; None where it is neither, PlanError if another batch is awaited in training."""
+        """The look-ahead whose next batch `features` is, or the step and the micro-batch that it is
+        of. Raises PlanError in training where a look-ahead gave out another batch."""
         trains = self._trains and not self._copied
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:

@@ -282,18 +282,19 @@ class _Maps:
 @dataclass
 class _Coming:
     """A batch between the modules and the collection: as it came (`raw`), in the order of the
-    modules (`ordered`), what a look-ahead or the open step knows of it (`stream`, `known`), the ids
-    of all ranks (`whole`), and what came out (`features`). `foreseen`: whether it was mapped from
-    where the modules stand now; `repeats`: a forward that backward runs again (activation
-    checkpointing), which counts once."""
+    modules (`ordered`), where a look-ahead or an open step has it (`place`) and as what (`known`),
+    the ids of all ranks (`whole`), and what came out (`features`). `foreseen`: whether it was
+    mapped from where the modules stand now; `repeats`: a forward that backward runs again
+    (activation checkpointing), which counts once; `is_new`: until the collection has it."""
 
     raw: KeyedJaggedTensor
     ordered: KeyedJaggedTensor
-    stream: Epoch | None
+    place: tuple[Epoch | OpenStep, int] | None
     known: MappedIds | None
     whole: Whole | None
     foreseen: bool = True
     repeats: bool = False
+    is_new: bool = True
     undo: ExitStack = field(default_factory=ExitStack)
     features: KeyedJaggedTensor | None = None
 
@@ -333,7 +334,11 @@ class Collisions:
         keys = list(features.keys())
         if keys == self._names:
             return features
-        self.reader.places(keys)  # names what is missing
+        if missing := [name for name in self._names if name not in keys]:
+            raise DataError(
+                f"feature {missing[0]!r} of the collision modules is not among the keys of the "
+                f"KeyedJaggedTensor: {keys}"
+            )
         return features.permute([keys.index(name) for name in self._names])
 
     def to_modules(self, whole: Whole) -> KeyedJaggedTensor:
@@ -368,35 +373,29 @@ class Collisions:
         return (self.to_modules(coming.whole), *args[1:]), kwargs
 
     def _begin(self, own: CachedCollection, raw: KeyedJaggedTensor) -> _Coming:
-        tables, maps, stream, known = own.tables, self.maps, None, None
-        link, place = host_link(tables.world), own.find_step(tables, raw)
-        if place is not None:
-            where, micro = place
-            if isinstance(where, OpenStep):
-                read = where.reads[micro]
-            else:
-                stream, read = where, where.next_read
-            known = read if isinstance(read, MappedIds) else None
-        whole = known and known.whole
-        if stream is not None and whole is None:
+        maps, link, place = self.maps, host_link(own.tables.world), own.find(own.tables, raw)
+        where, micro = place or (None, 0)
+        ahead = where is not None and not isinstance(where, OpenStep)
+        read = where and (where.next_read if ahead else where.reads[micro])
+        known = read if isinstance(read, MappedIds) else None
+        coming = _Coming(raw, self.ordered(raw), place, known, known and known.whole)
+        if ahead and coming.whole is None:
             raise PlanError(
                 "this look-ahead began before its collection had collision modules: make the "
                 "module around both first, then the look-ahead"
             )
-        coming = _Coming(raw, self.ordered(raw), stream, known, whole)
-        if stream is None and whole is not None and torch._C._current_graph_task_id() != -1:
+        if not ahead and coming.whole is not None and torch._C._current_graph_task_id() != -1:
             coming.repeats = True
             for module in maps.modules.values():
                 coming.undo.callback(module.train, module.training)
                 module.eval()
             return coming
-        if stream is None:
-            coming.whole = whole = None
-        if stream is None and maps.state[2]:
-            found = _gather(link, [(coming.ordered, time.time())], maps.digest)
-            coming.whole = whole = found[0] if found else None
+        if not ahead:
+            part = [(coming.ordered, time.time())] if maps.state[2] else []
+            (coming.whole,) = (part and _gather(link, part, maps.digest)) or (None,)
+        whole = coming.whole
         if whole is not None:
-            if stream is not None and self._written != self._versions():
+            if self._written != self._versions():
                 whole.before = ()
             coming.foreseen = whole.before == maps.state
             coming.undo.enter_context(maps.at(whole, link))
@@ -406,6 +405,8 @@ class Collisions:
     def _leave(self, mcc: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After the modules: this rank's part of what came out."""
         coming, own = self._coming, self._collection()
+        if isinstance(output, KeyedJaggedTensor):
+            output._keys = list(output.keys())  # without the token of the batch
         if mcc is not self.maps.mcc or own is None or coming is None or coming.features is not None:
             return None
         coming.undo.close()
@@ -420,39 +421,43 @@ class Collisions:
             was = known.whole.mapped if known is not None and known.whole is not None else ()
             self.maps.note(whole, output)
             whole.applied, self._written = True, self._versions()
-            same = coming.foreseen and len(was) > 0 and all(map(torch.equal, was, whole.mapped))
-            if known is not None and coming.stream is not None and not same:
+            same = len(was) > 0 and all(map(torch.equal, was, whole.mapped))
+            where = coming.place and coming.place[0]
+            if isinstance(where, OpenStep):
+                coming.place = coming.place if same else None  # other rows: a step of its own
+            elif where is not None and known is not None and not (same and coming.foreseen):
                 features = whole.own(known.raw.source, self.ordered(known.raw.source), rank)
-                coming.stream.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
-            elif known is not None and not same:
-                own.tables.end_current()  # once more, and other rows: a step of its own
+                where.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
         if coming.repeats or own.tables.world.size > 1:
             coming.features = whole.own(coming.raw, coming.ordered, rank)
         return coming.features
 
-    def given(self, own: CachedCollection, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch of which the modules made `features` just now. Raises PlanError in training for
-        others, of which the modules of other ranks, or of a look-ahead, are not told; `own`: the
-        collection that they came to."""
+    def place(
+        self, own: CachedCollection, features: KeyedJaggedTensor
+    ) -> tuple[Epoch | OpenStep, int] | None:
+        """See `CachedCollection.find`, of the batch of which the modules made `features` just now.
+        Raises PlanError in training for others, of which the modules of other ranks, or of a
+        look-ahead, are not told; `own`: the collection that they came to."""
         coming = self._coming
         if coming is not None and coming.features is features:
-            return coming.raw
+            new, coming.is_new = coming.is_new, False
+            return coming.place if new else own.find(own.tables, coming.raw)
         if own.training and (own.tables.world.size > 1 or own.tables.streams):
             raise PlanError(
                 f"the ids that came to the {type(own).__name__} did not come from its collision "
                 "modules: call the module around both, with the batch as it is"
             )
-        return features
+        return own.find(own.tables, features)
 
-    def noted(self, read: ReadIds) -> ReadIds:
-        """`read`, with the batch that it came from."""
-        coming = self._coming
-        if coming is None or coming.features is not read.source:
+    def read(self, features: KeyedJaggedTensor) -> ReadIds:
+        """The row numbers that the modules made, with the batch of which they did."""
+        read, coming = self.reader.read(features), self._coming
+        if coming is None or coming.features is not features:
             return read
         return MappedIds.of(read, self.reader.read(coming.raw), coming.whole)
 
     def ahead(self) -> Ahead:
-        """A copy that goes ahead of them; in the training thread."""
+        """A copy of the modules, to go ahead from where they stand. In the training thread."""
         return Ahead(self)
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -525,38 +530,36 @@ class Ahead:
         with torch.inference_mode(False):
             vars(mcc)["_modules"] = copy.deepcopy(mcc._modules)
         vars(mcc)["_features_order"] = []
+        mcc.evict()  # what the user's have not told of yet, in the middle of a forward
         self._own, self._maps = own, _Maps(mcc, own.maps.count, own.maps.digest)
         for module in self._maps.modules.values():
             if getattr(module, "_scalar_logger", None) is not None:  # the user's module logs
                 module._scalar_logger, module._tb_logging_frequency = None, 0
 
-    def mapped(self, link: Link, reads: Sequence[ReadIds] | None) -> list[ReadIds] | None:
-        """The micro-batches of the next step with row numbers, if all ranks have some; None where
-        one has none. By all ranks."""
-        parts: list[tuple[KeyedJaggedTensor, float]] | None = None
+    def map(self, link: Link, reads: list[ReadIds] | None) -> bool:
+        """Let the micro-batches of the next step, which were read just now, have row numbers, if
+        all ranks have some; whether they do. By all ranks."""
+        known, parts = list[MappedIds](), None
         try:
             if reads is not None:
-                parts = [self._part(read) for read in reads]
+                reads[:] = known = [self._timed(read) for read in reads]
+                parts = [(self._own.ordered(of.raw.source), of.whole.clock) for of in known]
         finally:
             wholes = _gather(link, parts, self._maps.digest)
-        if wholes is None or parts is None:
-            return None
-        found = list(reads or ())
-        for at, (whole, (features, _)) in enumerate(zip(wholes, parts, strict=True)):
-            read = found[at]
-            if isinstance(read, MappedIds) and read.whole is not None and read.whole.applied:
-                continue  # by the user's modules, from which this copy was made
-            raw = read.raw if isinstance(read, MappedIds) else read
-            self._advance(whole, link)
-            own = whole.own(raw.source, features, link.world.rank)
-            found[at] = MappedIds.of(self._own.reader.read(own), raw, whole)
-        return found
+        if wholes is None or reads is None or parts is None:
+            return False
+        for at, (of, whole) in enumerate(zip(known, wholes, strict=True)):
+            if not of.whole.applied:  # by the user's modules, from which this copy was made
+                self._advance(whole, link)
+                own = whole.own(of.raw.source, parts[at][0], link.world.rank)
+                reads[at] = MappedIds.of(self._own.reader.read(own), of.raw, whole)
+        return True
 
-    def _part(self, read: ReadIds) -> tuple[KeyedJaggedTensor, float]:
-        """The features of the modules, and the time at which they were read first."""
-        known = read.whole if isinstance(read, MappedIds) else None
-        raw = read.raw if isinstance(read, MappedIds) else read
-        return self._own.ordered(raw.source), time.time() if known is None else known.clock
+    def _timed(self, read: ReadIds) -> MappedIds:
+        """`read`, from now on with the time at which it was read first."""
+        if isinstance(read, MappedIds):
+            return read
+        return MappedIds.of(read, read, Whole(read.source, [], time.time()))
 
     def _advance(self, whole: Whole, link: Link) -> None:
         mcc, features = self._maps.mcc, self._own.to_modules(whole)
@@ -588,8 +591,8 @@ def _adopt(module: nn.Module, name: str, child: nn.Module | None) -> None:
     mcc = getattr(module, "_managed_collision_collection", None)
     if not isinstance(child, CachedCollection) or mcc is None:
         return
-    if child.collisions is None or child.collisions.maps.mcc is not mcc:
-        child.collisions = Collisions(child, mcc)
+    if child.reader.collisions is None or child.reader.collisions.maps.mcc is not mcc:
+        child.reader.collisions = Collisions(child, mcc)
     module.__class__ = _AROUND.get(type(module), type(module))
 
 

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, stored_dtype
 
 S = TypeVar("S")
+
+if TYPE_CHECKING:
+    from distcache.embedding.collisions import Collisions
 
 # -----------------------------------------------------------------------------
 # From TorchRec's table configs to tables, feature names and initial weights.
@@ -248,6 +251,9 @@ class IdReader:
     """Reads the ids that `lookups` need from `KeyedJaggedTensor`s; `pooled`: whether bags come out,
     rather than the row of every id."""
 
+    collisions: Collisions | None = None
+    """What makes row numbers of ids, where TorchRec's managed collisions do."""
+
     def __init__(self, lookups: Lookups, pooled: bool) -> None:
         self.lookups, self._pooled = lookups, pooled
 
@@ -270,7 +276,7 @@ class IdReader:
         if lengths is None:
             lengths = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets.diff()
         counts = lengths.detach().cpu().to(torch.int64).reshape(-1)
-        strides, places = _strides(features, keys, counts), self.places(keys)
+        strides, places = _strides(features, keys, counts), self._places(keys)
         ids, inverse = values.detach().cpu(), features.inverse_indices_or_none()
         inverse = inverse if self._pooled else None
         own, taken = [strides[place] for place in places], None
@@ -295,8 +301,8 @@ class IdReader:
         own = read if read.is_of(features) else self.read(features)
         return own.weights_of(features, device)
 
-    def places(self, keys: list[str]) -> list[int]:
-        """Where each lookup's feature is among `keys`; DataError for one that is missing."""
+    def _places(self, keys: list[str]) -> list[int]:
+        """Where each lookup's feature is among `keys`."""
         at = {key: place for place, key in enumerate(keys)}
         for feature, table in zip(self.lookups.features, self.lookups.table_names, strict=True):
             if feature not in at:

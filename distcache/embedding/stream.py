@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-import torch
 from torch import nn
 
 from distcache.comm.link import Link
@@ -41,7 +40,7 @@ from distcache.errors import ConfigError, PeerError, PlanError
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from distcache.embedding.collisions import Ahead, Collisions
+    from distcache.embedding.collisions import Ahead
 
 T = TypeVar("T")
 
@@ -77,10 +76,10 @@ def lookahead(
     found = _collections(ebc)
     if len(found) > 1:
         return Together(batches, found, lambda part, own: lookahead(part, own, accumulate, ids))
-    own = found[0]
-    where = ids.get(own) if isinstance(ids, Mapping) else ids
-    find = own.reader.find if where is None else where
-    read = functools.partial(Reader, batches, own.reader, find, accumulate, own.collisions)
+    own = found[0].reader
+    where = ids.get(found[0]) if isinstance(ids, Mapping) else ids
+    find = own.find if where is None else where
+    read = functools.partial(Reader, batches, own, find, accumulate)
     return Lookahead(batches, found[0]._member, read)
 
 
@@ -125,14 +124,11 @@ class Reader(Generic[T]):
         reader: IdReader,
         find: Callable[[T], KeyedJaggedTensor],
         accumulate: int,
-        collisions: Collisions | None = None,
     ) -> None:
         self._batches, self._iterator = batches, None
         self.reader, self._find, self._accumulate = reader, find, accumulate
-        self._collisions = collisions
-        self._ahead: Ahead | None = None
-        self.share = None if collisions is None else self._share
         self._next = 0
+        self._ahead: Ahead | None = None
         self._error: Exception | None = None
         self.kept: dict[int, Kept] = {}
         self.exhausted = False
@@ -163,18 +159,21 @@ class Reader(Generic[T]):
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
 
+    @property
+    def share(self) -> Callable[[Link, Batch | None], Batch | None] | None:
+        """What ranks do together with each batch before it is planned; see `Collisions`."""
+        return None if self.reader.collisions is None else self._share
+
     def _share(self, link: Link, batch: Batch | None) -> Batch | None:
         """`batch`, which was read just now, with row numbers in the place of its ids, if all ranks
-        have one: zeros where one has none, and the stream ends. By all ranks."""
-        ahead = None if batch is None else self.kept[self._next - 1]
-        mapped = self._ahead.mapped(link, ahead and ahead.reads)
-        if ahead is None or batch is None:
+        have one; with zeros where one has none, and the stream ends. By all ranks."""
+        kept = None if batch is None else self.kept[self._next - 1]
+        mapped = self._ahead.map(link, kept and kept.reads)
+        if batch is None or kept is None:
             return None
-        if mapped is None:
-            none = torch.zeros_like(batch.ids.values)
-            return replace(batch, ids=replace(batch.ids, values=none))
-        ahead.reads[:] = mapped
-        return as_batch(mapped, self._next - 1)
+        if not mapped:
+            return replace(batch, ids=replace(batch.ids, values=batch.ids.values * 0))
+        return as_batch(kept.reads, self._next - 1)
 
     def first_sizes(self) -> tuple[int, int]:
         """Ids that the first plan looks up, and bytes of its batches, before a thread reads; zeros
@@ -194,8 +193,8 @@ class Reader(Generic[T]):
     def start(self, engine: CachedTables) -> None:
         """Let the engine's threads read and plan."""
         self.timeout_s = min(self.timeout_s, engine.world.timeout_s)
-        if self._collisions is not None:
-            self._ahead = self._collisions.ahead()
+        if self.reader.collisions is not None:
+            self._ahead = self.reader.collisions.ahead()
         self.stream = engine.ahead(self)
         _running[self.stream] = engine.world
 
