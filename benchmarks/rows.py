@@ -108,7 +108,7 @@ def to_device(options: RowsOptions, width: int, stack: ExitStack) -> Copies:
     stack.callback(store.close)
     streams = Streams(world.device)
     ways: dict[str, Access] = {
-        "staged": Staged(store, world.device, (width, state), streams, 0),
+        "staged": Staged(store, world.device, streams, 0),
         "zero_copy": InPlace(store.open_to(world.device), (width, state), streams.wait),
     }
 
