@@ -406,7 +406,10 @@ class Collisions:
     def _leave(self, mcc: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After the modules: this rank's part of what came out."""
         coming, own = self._coming, self._collection()
-        if mcc is not self.maps.mcc or own is None or coming is None or coming.features is not None:
+        if mcc is not self.maps.mcc and isinstance(output, KeyedJaggedTensor):
+            output._keys = list(output.keys())  # a copy's row numbers are no batch that is awaited
+            return None
+        if own is None or coming is None or coming.features is not None:
             return None
         coming.undo.close()
         if not isinstance(output, KeyedJaggedTensor):  # an error
