@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -208,6 +209,22 @@ def test_malformed_ids_are_refused(one_thread, given, said) -> None:
     module = ours(nn.EmbeddingBag)
     with pytest.raises(DataError, match=said):
         module(*given)
+    module.close()
+
+
+def test_weights_have_the_shape_of_their_ids(one_thread) -> None:
+    module = ours(nn.EmbeddingBag, how={"mode": "sum"})
+    with pytest.raises(DataError, match=r"per_sample_weights of shape \[4\] .* \[2, 2\]"):
+        module(torch.ones(2, 2).long(), None, torch.ones(4))
+    module.close()
+
+
+def test_given_weights_are_not_kept_beside_the_table(one_thread) -> None:
+    given = torch.randn(ROWS, DIM, dtype=torch.float64)
+    module, kept = CachedEmbedding.from_pretrained(given, device="cpu"), weakref.ref(given)
+    close(module.weight.detach(), given)
+    del given
+    assert kept() is None
     module.close()
 
 
