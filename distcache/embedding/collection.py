@@ -74,9 +74,6 @@ class CachedCollection(Copied):
     _pooled: ClassVar[bool] = True
     """Whether bags come out, rather than the row of every id."""
 
-    _is_weighted: bool = False
-    """Whether the weights of ids are read."""
-
     collisions: Collisions | None = None
     """Where TorchRec's managed collisions are around it, what makes row numbers of ids."""
 
