@@ -232,6 +232,25 @@ def test_given_weights_are_not_kept_beside_the_table(one_thread) -> None:
 # Training.
 
 
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.rows = ours(nn.EmbeddingBag, how={"mode": "sum"}), ours(nn.Embedding)
+
+    def forward(self, own: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+        return self.bag(own, starts, weights).sum(0) * self.rows(own)
+
+
+def test_they_are_nodes_of_a_traced_model(one_thread) -> None:
+    model, given = Both(), bags(0, SIZE, weighted=True)
+    traced = torch.fx.symbolic_trace(model)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert calls == ["bag", "rows"]
+    assert torch.equal(traced(*given), model(*given))
+    model.bag.close()
+    model.rows.close()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_training_gives_torchs_weights(one_thread, case, name) -> None:
