@@ -73,9 +73,6 @@ class CachedCollection(Copied):
     _pooled: ClassVar[bool] = True
     """Whether bags come out, rather than the row of every id."""
 
-    _is_weighted: bool = False
-    """Whether the weights of ids are read."""
-
     def _make(
         self,
         tables: Sequence[Any],

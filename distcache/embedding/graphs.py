@@ -89,10 +89,10 @@ def is_traced(features: Any) -> bool:
     return isinstance(features, torch.fx.Proxy)
 
 
-def as_node(collection: nn.Module, features: Any) -> Any:
+def as_node(collection: nn.Module, features: Any, *others: Any) -> Any:
     """The call of a collection in a graph that torch.fx traces: one node, whatever is inside."""
     name = features.tracer.path_of_module(collection)
-    return features.tracer.create_proxy("call_module", name, (features,), {})
+    return features.tracer.create_proxy("call_module", name, (features, *others), {})
 
 
 def let_ir_take(kind: type[nn.Module]) -> None:

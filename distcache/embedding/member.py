@@ -25,6 +25,7 @@ from distcache.embedding import step
 from distcache.embedding.optimizer import in_backward, row_update
 from distcache.embedding.settings import NoUpdate, Recipe
 from distcache.embedding.step import CollectionTables
+from distcache.embedding.tensors import PlainTable
 from distcache.embedding.weights import draw_weights
 from distcache.errors import ConfigError, PlanError
 
@@ -139,6 +140,9 @@ class Membership:
             world = current_world(self.recipe.device, self._process_group, self._timeout_s)
             with torch.inference_mode(False):  # the first use may be an evaluation
                 self.made = CollectionTables(world, self.recipe, self._initial)
+            for table in self.recipe.configs:
+                if isinstance(table, PlainTable):
+                    table.given = None  # the rows have them
         except Exception as error:
             self._error = str(error) or type(error).__name__
             raise

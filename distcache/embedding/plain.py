@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor
 
+from distcache.embedding import graphs
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.tensors import PlainTable, TensorIds, TensorReader
 from distcache.engine.gradients import all_to_device
@@ -156,6 +157,8 @@ class CachedEmbeddingBag(CachedModule):
         for a batch that is not the one that `lookahead` gave out next, StepTooLargeError when the
         cache does not hold the step.
         """
+        if graphs.is_traced(input):
+            return graphs.as_node(self, input, offsets, per_sample_weights)
         given = TensorIds(input, offsets, per_sample_weights)
         if per_sample_weights is not None and self.mode != "sum":
             raise DataError(f"per_sample_weights with mode={self.mode!r}: they need mode='sum'")
@@ -231,6 +234,8 @@ class CachedEmbedding(CachedModule):
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ids of any shape, `[..., D]`; called by all ranks. Raises as
         `CachedEmbeddingBag` does."""
+        if graphs.is_traced(input):
+            return graphs.as_node(self, input)
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)

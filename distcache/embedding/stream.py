@@ -74,11 +74,15 @@ def lookahead(
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     found = _collections(ebc)
+    finders = _finders(ids, found)
     if len(found) > 1:
-        return Together(batches, found, lambda part, own: lookahead(part, own, accumulate, ids))
+
+        def ahead(part: Part[T], own: CachedCollection) -> Any:
+            return lookahead(part, own, accumulate, finders[own])
+
+        return Together(batches, found, ahead)
     own = found[0].reader
-    where = ids.get(found[0]) if isinstance(ids, Mapping) else ids
-    find = own.find if where is None else where
+    find = finders[found[0]] or own.find
     read = functools.partial(Reader, batches, own, find, accumulate)
     return Lookahead(batches, found[0]._member, read)
 
@@ -89,7 +93,6 @@ def _collections(ebc: Any) -> list[CachedCollection]:
     if isinstance(ebc, nn.Module):
         found = [module for module in found if isinstance(module, CachedCollection)]
         found = [own for own in found if own.reader.lookups.specs] or found  # not tables=[]
-        found = list({id(own._member): own for own in found}.values())  # copies read the same
     several = isinstance(found, list | tuple) and len(found) == len({id(own) for own in found}) > 0
     if not several or not all(isinstance(own, CachedCollection) for own in found):
         raise ConfigError(
@@ -97,7 +100,25 @@ def _collections(ebc: Any) -> list[CachedCollection]:
             "CachedEmbeddingCollection, CachedEmbeddingBag or CachedEmbedding, a list of such, or "
             f"a module that has some, got {type(ebc).__name__}"
         )
-    return list(found)
+    firsts = {own._member: own for own in found if not own._copied}  # copies read the same
+    return list({own._member: firsts.get(own._member, own) for own in found}.values())
+
+
+def _finders(ids: Any, found: Sequence[CachedCollection]) -> dict[CachedCollection, Any]:
+    """What finds the ids of each collection in a batch; None where the batch is looked through.
+    Raises ConfigError for what is given for another module."""
+    if not isinstance(ids, Mapping):
+        return dict.fromkeys(found, ids)
+    by_member = {getattr(own, "_member", own): one for own, one in ids.items()}
+    for own in ids:
+        known = isinstance(own, CachedCollection) and own.reader.lookups.specs
+        if not known or own._member not in {one._member for one in found}:
+            raise ConfigError(
+                f"ids={{...}} has a {type(own).__name__} which is none of the collections that are "
+                "read ahead: give functions by CachedEmbeddingBagCollection, CachedEmbedding ... "
+                "that lookahead was given, or that are in its module"
+            )
+    return {own: by_member.get(own._member) for own in found}
 
 
 # -----------------------------------------------------------------------------

@@ -95,6 +95,11 @@ class TensorIds:
                     "of int64 or int32, as the module is called with, and lookahead(..., "
                     "ids=lambda batch: ...) too: input, or (input, offsets)"
                 )
+        if self.weights is not None and self.weights.shape != self.input.shape:
+            raise DataError(
+                f"per_sample_weights of shape {list(self.weights.shape)} for input of shape "
+                f"{list(self.input.shape)}: give one for each id"
+            )
 
     def values(self) -> Tensor:
         """The ids `[n]`."""

@@ -366,6 +366,8 @@ def in_memory(value: Tensor) -> Tensor:
     here = value.detach().cpu().contiguous()
     if here.untyped_storage().nbytes() == here.nbytes:
         return here
+    if not here.nbytes:  # of which no bytes can be viewed
+        return torch.empty_like(here)
     own = torch.from_numpy(here.view(-1).view(torch.uint8).numpy())  # a storage of this part alone
     return own.view(here.dtype).view(here.shape)
 

@@ -3,6 +3,7 @@ tables on one process with the global batch, ahead or not, on any number of rank
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import sys
@@ -410,9 +411,9 @@ def test_an_epoch_left_early_and_two_more():
     collection.close()
 
 
-def _saved(rank: int, size: int, folder: str, ahead: bool) -> dict:
+def _saved(rank: int, size: int, folder: str, ahead: bool, at: int = 7) -> dict:
     losses, steps = [], [part(batch, rank, size) for batch in batches()]
-    for low, high in ((0, 7), (7, STEPS)):  # 7: inside both tables' intervals
+    for low, high in ((0, at), (at, STEPS)):  # 7: inside both tables' intervals
         collection, model = ours("distance")
         outer = DistributedDataParallel(model) if size > 1 else model
         start = weights_of(model)
@@ -452,6 +453,34 @@ def test_a_checkpoint_has_history_and_counters(tmp_path, ahead):
     one, two = ranks(_saved_on_ranks, str(tmp_path / "two"), ahead)
     losses = [(a + b) / 2 for a, b in zip(one["losses"], two["losses"], strict=True)]
     assert_as_expected(one | {"losses": losses}, want)
+
+
+def test_a_checkpoint_right_after_an_eviction_has_no_history(tmp_path):
+    found = _saved(0, 1, str(tmp_path), True, at=8)
+    assert_as_expected(found, expected("distance", found["start"], batches(), 0))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 2, 0]])  # of a batch, of the modules
+def test_a_teacher_may_see_a_batch_first(order):
+    def steps() -> list[Clicks]:
+        found = batches(8)
+        for batch in found:
+            batch.sparse_features = batch.sparse_features.permute(order)
+        return found
+
+    def logits_then_batch(stream: Any) -> Iterator[Clicks]:
+        for batch in stream:
+            seen.append(evaluated(teacher, batch))
+            yield batch
+
+    collection, model = ours("lfu")
+    losses = train(collection, model, steps(), True)["losses"]
+    collection.close()
+    collection, model = ours("lfu")
+    teacher, seen = copy.deepcopy(model).requires_grad_(False), list[Tensor]()
+    stream = logits_then_batch(lookahead(steps(), collection))
+    assert train(collection, model, stream, False)["losses"] == losses and len(seen) == 8
+    collection.close()
 
 
 def _loaded(rank: int, size: int, policy: str, ahead: bool) -> dict:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -211,8 +212,43 @@ def test_malformed_ids_are_refused(one_thread, given, said) -> None:
     module.close()
 
 
+def test_weights_have_the_shape_of_their_ids(one_thread) -> None:
+    module = ours(nn.EmbeddingBag, how={"mode": "sum"})
+    with pytest.raises(DataError, match=r"per_sample_weights of shape \[4\] .* \[2, 2\]"):
+        module(torch.ones(2, 2).long(), None, torch.ones(4))
+    module.close()
+
+
+def test_given_weights_are_not_kept_beside_the_table(one_thread) -> None:
+    given = torch.randn(ROWS, DIM, dtype=torch.float64)
+    module, kept = CachedEmbedding.from_pretrained(given, device="cpu"), weakref.ref(given)
+    close(module.weight.detach(), given)
+    del given
+    assert kept() is None
+    module.close()
+
+
 # -----------------------------------------------------------------------------
 # Training.
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.rows = ours(nn.EmbeddingBag, how={"mode": "sum"}), ours(nn.Embedding)
+
+    def forward(self, own: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+        return self.bag(own, starts, weights).sum(0) * self.rows(own)
+
+
+def test_they_are_nodes_of_a_traced_model(one_thread) -> None:
+    model, given = Both(), bags(0, SIZE, weighted=True)
+    traced = torch.fx.symbolic_trace(model)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert calls == ["bag", "rows"]
+    assert torch.equal(traced(*given), model(*given))
+    model.bag.close()
+    model.rows.close()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 
@@ -213,3 +214,27 @@ def test_a_collection_without_tables_is_not_read_ahead() -> None:
         model[1](batch.sparse_features).values().sum().backward()
         model[1].step()
     assert model[1].tables.steps == 2
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_copy_is_read_ahead_as_the_first() -> None:
+    ebc = cached(rows=200)
+    model = nn.Module()
+    model.own, model.teacher = ebc, copy.deepcopy(ebc).requires_grad_(False)
+    data = [(draw(2 * at).sparse_features, draw(2 * at + 1).sparse_features) for at in range(6)]
+    for given in (model, [ebc, model.teacher]):
+        for named in (ebc, model.teacher):
+            for ids, _ in lookahead(data, given, ids={named: lambda pair: pair[0]}):
+                with torch.no_grad():
+                    seen = model.teacher(ids).values()
+                found = ebc(ids).values()
+                assert torch.equal(seen, found)
+                found.sum().backward()
+                ebc.step()
+    assert ebc.tables.steps == 4 * len(data)
+    other = cached()
+    for wrong in (other, model):
+        with pytest.raises(ConfigError, match=r"ids=\{\.\.\.\} has a .* none of the collections"):
+            lookahead(data, model, ids={wrong: lambda pair: pair[0]})
+    for own in (ebc, other):
+        own.close()
