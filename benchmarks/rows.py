@@ -109,11 +109,11 @@ def to_device(options: RowsOptions, width: int, stack: ExitStack) -> Copies:
     streams = Streams(world.device)
     ways: dict[str, Access] = {
         "staged": Staged(store, world.device, streams, 0),
-        "zero_copy": InPlace(store.open_to(world.device), (width, state), streams.wait),
+        "zero_copy": InPlace(store.open_to(world.device), store.kind, streams.wait),
     }
 
     def calls(count: int) -> Calls:
-        block = torch.zeros(count * (width + state), device=world.device)
+        block = torch.zeros(count * store.kind.nbytes, dtype=torch.uint8, device=world.device)
         found: Calls = {
             f"fetch, {name}": partial(_fetch, way, streams) for name, way in ways.items()
         }
@@ -164,7 +164,7 @@ def _fetch(way: Access, streams: Streams, rows: Tensor) -> None:
 
 
 def _put(way: Access, streams: Streams, block: Tensor, rows: Tensor) -> None:
-    """Bring rows to the store, and wait until they are there; `block`: weights and state."""
+    """Bring rows to the store, and wait until they are there; `block`: their bytes."""
     with streams.on(COPY_OUT):
         way.put(rows, block)()
         way.settle()
