@@ -309,7 +309,7 @@ def check_cache(cache: CacheConfig) -> None:
 
 
 def _policy(cache: CacheConfig) -> Refusals:
-    policy = Policy.of(cache.policy, cache.tail, cache.half_life)  # with its own rules
+    policy = Policy.of(cache)  # with its own rules
     chosen = f"cache.{'tail' if policy.uses_window else 'policy'}={policy.ranking}"
     tail = cache.tail != CacheConfig().tail and not policy.uses_window
     unknown = policy.needs_popularity and cache.statistics is None

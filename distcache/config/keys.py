@@ -137,7 +137,9 @@ def without_use(config: Config, world_size: int, given: Collection[str]) -> list
         "cache.cluster cache.state"
     )
     idle = {
-        f"{of_ranks} cache.policy cache.tail cache.half_life cache.warm_start": mode != "data",
+        f"{of_ranks} cache.policy cache.tail cache.half_life cache.resident cache.warm_start": (
+            mode != "data"
+        ),
         # Batches by popularity take the hot rows from the slots that a cache would have.
         "cache.rows cache.ratio cache.bytes cache.split cache.statistics": (
             mode != "data" and data.batching == "as_is"

@@ -75,7 +75,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         (8 to 64, by the first batch) and `prefetch=1`, optimizer steps that ids are known, and rows
         may move, ahead;
         `policy="lookahead"|"lfu"|"lru"|"frequency"|"static"`, with
-        `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`;
+        `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`; `resident="auto"|"none"`: the
+        smallest tables stay once their rows have come;
         `statistics`, a folder of distcache.analyze or distcache.preprocess or a `Statistics`, with
         `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
         optimizer step over all ranks, for `split="by_curve"` and `policy="static"`);

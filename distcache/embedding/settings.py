@@ -101,7 +101,7 @@ class CacheSettings(CacheConfig):
     @property
     def policy_settings(self) -> Policy:
         """Which rows leave first."""
-        return Policy.of(self.policy, self.tail, self.half_life)
+        return Policy.of(self)
 
     @property
     def window(self) -> int:
