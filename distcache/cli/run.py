@@ -268,21 +268,21 @@ def run_job(
     """
     previous = signal.signal(signal.SIGTERM, _interrupt)
     out = None if log is None else log.open("w")
+    child: subprocess.Popen | None = None
     try:
         # A session of its own: the parent decides when the job hears of Ctrl-C.
         child = subprocess.Popen(
             command, env=job_environment(ranks), stdout=out, stderr=out, start_new_session=True
         )
-        try:
-            while True:
-                try:
-                    return child.wait(every_s)
-                except subprocess.TimeoutExpired:
-                    if on_wait is not None:
-                        on_wait()
-        finally:
-            stop_job(child)
+        while True:
+            try:
+                return child.wait(every_s)
+            except subprocess.TimeoutExpired:
+                if on_wait is not None:
+                    on_wait()
     finally:
+        if child is not None:
+            stop_job(child)
         if out is not None:
             out.close()
         signal.signal(signal.SIGTERM, previous)
