@@ -581,13 +581,15 @@ class StepResult:
 
     `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite
     (then nothing was applied); `stop`: whether some rank asked to stop after this step; `save`:
-    whether some rank asked for a checkpoint, and none is busy with one.
+    whether some rank asked for a checkpoint, and none is busy with one; `waits`: whether some asked
+    for one, and some is busy.
     """
 
     loss: float
     bad_ranks: tuple[int, ...]
     stop: bool
     save: bool = False
+    waits: bool = False
 
 
 STOP, SAVE, BUSY = 1, 2, 4
@@ -617,8 +619,8 @@ def agreement(said: Tensor) -> StepResult:
     if not bad and not math.isfinite(total):
         bad = list(range(len(losses)))
     stop = any(of & STOP for of in bits)
-    save = any(of & SAVE for of in bits) and not any(of & BUSY for of in bits)
-    return StepResult(total, tuple(bad), stop, save)
+    save, busy = (any(of & bit for of in bits) for bit in (SAVE, BUSY))
+    return StepResult(total, tuple(bad), stop, save and not busy, save and busy)
 
 
 class Control(NamedTuple):
