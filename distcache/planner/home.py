@@ -392,13 +392,10 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
     )
 
 
-def resident_rows(policy: Policy, layout: Layout, home: int, parts: Parts) -> Iterator[np.ndarray]:
-    """The local rows of `home`, int64, that stay once they are cached; see `Policy.resident`."""
+def resident_rows(policy: Policy, layout: Layout, home: int, slots: int) -> Iterator[np.ndarray]:
+    """The local rows of `home`, int64, of the tables that stay; see `Policy.resident_tables`."""
     world = layout.world_size
-    if policy.resident == AUTO and parts.slots >= parts.rows:
-        yield np.arange(layout.local_rows)
-        return
-    for first, last in policy.resident_tables(layout.offsets, parts.slots * world):
+    for first, last in policy.resident_tables(layout.offsets, slots * world):
         local = np.arange(first // world, -(-last // world))
         rows = layout.row(home, local)
         yield local[(rows >= first) & (rows < last)]
@@ -448,7 +445,9 @@ class HomePlanner(Planner):
             held += parts.spread(popularity)
         elif popularity is not None:
             held[parts.spread(popularity == PINNED)] += PINNED
-        for local in resident_rows(policy, layout, home, parts):
+        if policy.resident == AUTO and slots >= parts.rows:
+            held[:] = PINNED - loops.LEVELS
+        for local in resident_rows(policy, layout, home, slots):
             held[parts.parts_of(local)] = PINNED - loops.LEVELS
         self._home, self._lowest, self._highest = known, 0, 0
         self._decided: HomeDecision | Exception | None = None
