@@ -354,7 +354,7 @@ def start_reduce_rows(
     library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
     `touched_rows` and `source_rows` on the device.
     """
-    if native:
+    if native or link.world.size == 1:
         wait = link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
 
         def finish() -> Tensor:
@@ -645,7 +645,7 @@ class ControlRing:
         self._link, self._streams = link, streams
         pinned = streams.asynchronous
         shape = (delay + 1, world.size, 2)
-        self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned)
+        self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned).unbind()
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
 

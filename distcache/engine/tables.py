@@ -275,8 +275,8 @@ class CachedTables:
         for at, (rows, plan) in enumerate(zip(self.rows, flight.plans, strict=True)):
             own = flight.sharded[at] if flight.sharded else None
             if own is None or plan.distinct:
-                leaf = rows.leaf(plan, flight.where[at].slots)
-                own = leaf if own is None else torch.cat((leaf, rows.updatable(own)))
+                first = rows.cache.gather(plan.slots, flight.where[at].slots)
+                own = first if own is None else torch.cat((first, own))
             flight.leaves.append(rows.updatable(own))
         return flight.leaves
 
