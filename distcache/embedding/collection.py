@@ -129,7 +129,7 @@ class CachedCollection(Copied):
     @property
     def device(self) -> torch.device:
         """Where the cache lies and the embeddings come out."""
-        return self._recipe.device
+        return self._member.recipe.device
 
     def fused_optimizer(self) -> RowOptimizer:
         """The optimizer, by the name that it has in TorchRec's fused collections."""
@@ -173,15 +173,20 @@ class CachedCollection(Copied):
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        trains, update = self._trains and not self._copied, self._recipe.update
-        if trains and isinstance(update, NoUpdate) and len(self._frozen_now()) < len(tables.tables):
+        update = self._recipe.update
+        if (
+            type(update) is NoUpdate
+            and self._trains
+            and not self._copied
+            and len(self._frozen_now()) < len(tables.tables)
+        ):
             raise update.missing()
         collisions = self.reader.collisions
         found = collisions.place(self, features) if collisions else self.find(tables, features)
         if found is not None:
             where, micro = found
             opened = isinstance(where, OpenStep)
-            return (where, micro) if opened else where.open_next(self._frozen_now())
+            return (where, micro) if opened else where.open_next(tables, self._frozen_now())
         tables.end_current()
         read = collisions.read(features) if collisions else self.reader.read(features)
         recorded = torch.is_grad_enabled() and not self._copied
@@ -254,10 +259,11 @@ class CachedCollection(Copied):
 
     def _frozen_now(self) -> frozenset[int]:
         """The frozen tables by index: what a step is opened with."""
-        flag = (self._copied or (self,))[0].trainable
-        specs, all_of_them = self._recipe.lookups.specs, not flag.requires_grad
+        specs = self._recipe.lookups.specs
+        if not (self._copied or (self,))[0].trainable.requires_grad:
+            return frozenset(range(len(specs)))
         frozen = self._frozen | self._member.frozen()
-        named = (at for at, spec in enumerate(specs) if all_of_them or spec.name in frozen)
+        named = [at for at, spec in enumerate(specs) if spec.name in frozen] if frozen else ()
         return frozenset(named)
 
     def stage_ms(self) -> dict[str, float]:

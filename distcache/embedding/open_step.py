@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,8 @@ class OpenStep:
         leaves: Sequence[Tensor],
         frozen: frozenset[int],
     ) -> None:
-        """`frozen`: the tables, by index, that this step leaves as they are."""
+        """`frozen`: the tables, by index, that this step leaves as they are. Where autograd records
+        nothing."""
         self._tables, self.flight, self.reads, self.frozen = tables, flight, reads, frozen
         self.trains = [not frozen.issuperset(group.tables) for group in tables.engine.groups]
         """Whether any table of each group is updated."""
@@ -65,13 +66,17 @@ class OpenStep:
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be applied or dropped."""
-        waiting = (*(self.leaves or []), *(part.rows for part in self._parts))
-        return any(tensor.grad is not None for tensor in waiting)
+        return any(tensor.grad is not None for tensor in (*(self.leaves or ()), *self._rows))
 
     @property
     def recorded(self) -> bool:
         """Whether a forward pass was recorded, so that a backward pass may come."""
         return bool(self._forwarded) and self.leaves is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was applied or left out, and nothing is left to tell of it."""
+        return self.leaves is None and not self.flight.spans
 
     @property
     def is_backed(self) -> bool:
@@ -109,17 +114,17 @@ class OpenStep:
         """The leaves; read again once a step has changed its rows, by all ranks."""
         if self.leaves is None:
             with torch.inference_mode(False), torch.no_grad():
-                leaves = self._tables.engine.leaves(self.flight)
-            self._take(leaves)
+                self._take(self._tables.engine.leaves(self.flight))
         return self.leaves or []
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
+        """Let these be the leaves; where autograd records nothing."""
         self._began = self._looked_up = time.perf_counter()
-        with torch.inference_mode(False), torch.no_grad():
-            pairs = zip(leaves, self.trains, strict=True)
-            self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
-            self.view = StepRows(self._tables.engine, self.flight, self.leaves)
-        self._parts, self._params = self.view.parts, self.view.params
+        pairs = zip(leaves, self.trains, strict=True)
+        self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
+        self.view = StepRows(self._tables.engine, self.flight, self.leaves)
+        self._params = self.view.params
+        self._rows = self._params[: len(self.view.parts)]
         own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
 
         def after_accumulate(leaf: Tensor) -> None:
@@ -149,7 +154,7 @@ class OpenStep:
 
     def accumulated(self, leaf: Tensor) -> None:
         """A backward pass has added to the gradient of `leaf`: look at the end of the pass."""
-        if self.leaves is None or not any(leaf is own for own in self.leaves):
+        if id(leaf) not in map(id, self.leaves or ()):
             raise _too_late()
         if self._tables.current is not None and self._tables.current.reduced:
             raise PlanError(
@@ -170,7 +175,7 @@ class OpenStep:
         if self._kept is not None:
             self._kept.append(self)
         self._kept, self._tables = None, weakref.proxy(self._tables)
-        self._parts, self._params = [], []
+        self._rows, self._params = [], []
         del self.view
         self.flight = replace(self.flight, plans=[], where=[], stream=None)
 
@@ -277,13 +282,14 @@ class EarlierSteps:
         self._tables: CollectionTables = weakref.proxy(tables)  # which has this
         self._steps: list[weakref.ref[OpenStep]] = []
 
-    def __iter__(self) -> Iterator[OpenStep]:
+    def alive(self) -> list[OpenStep]:
         """Those to which backward may come, in order."""
-        return iter([step for ref in self._steps if (step := ref()) is not None])
+        return [step for ref in self._steps if (step := ref()) is not None]
 
     def with_open(self) -> list[OpenStep]:
         """These, and the one that is open."""
-        return [*self, *([] if self._tables.current is None else [self._tables.current])]
+        current = self._tables.current
+        return self.alive() if current is None else [*self.alive(), current]
 
     def lookups(self) -> list[tuple[OpenStep, int]]:
         """What may be looked up once more, step and micro-batch: of the open one; inside a backward
@@ -300,11 +306,11 @@ class EarlierSteps:
     def add(self, step: OpenStep) -> None:
         """The open step ends, for another one."""
         step.outlive()
-        self._steps = [*map(weakref.ref, self), weakref.ref(step)]
+        self._steps = [*map(weakref.ref, self.alive()), weakref.ref(step)]
 
     def forget(self) -> None:
         """No backward pass may come any more."""
-        for step in self:
+        for step in self.alive():
             step.close()
         self._steps.clear()
 
@@ -328,7 +334,7 @@ class EarlierSteps:
         tables, last = self._tables, self._tables.current
         if last is not None and last.reduced:
             return last
-        if not (self._steps and tables.of_any_rank(any(step.pending for step in self))):
+        if not (self._steps and tables.of_any_rank(any(step.pending for step in self.alive()))):
             return last
         steps = self.with_open()
         parts = [step for step in steps if step.pending]

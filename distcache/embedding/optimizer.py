@@ -198,7 +198,8 @@ class RowOptimizer(KeyedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._specs and not self.in_backward:
+        recipe = self._member.recipe
+        if recipe.lookups.specs and not recipe.in_backward:
             self._member.tables.apply()
         return loss
 

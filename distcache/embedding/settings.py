@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, ClassVar
@@ -143,14 +142,15 @@ _NAMES = {f"cache.{f.name}": f.name for f in fields(CacheSettings)} | {
 """The keys of the command line, and what a user of the library gives instead."""
 
 
-@contextmanager
-def library_words() -> Iterator[None]:
+class library_words:  # noqa: N801 - reads as `with library_words():`
     """Errors of the parts below name the arguments of the library."""
-    try:
-        yield
-    except DistcacheError as error:
-        error.reword(_NAMES)
-        raise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, DistcacheError):
+            error.reword(_NAMES)
 
 
 def concrete_device(device: torch.device | str | None) -> torch.device:
@@ -220,10 +220,11 @@ class StepParameters:
 
     def show(self, leaves: Sequence[Tensor]) -> None:
         """Let these be the parameters."""
-        for at in range(len(self.leaves)):
-            self.named.pop(f"rows.{at}", None)
+        for at in range(len(leaves), len(self.leaves)):
+            del self.named[f"rows.{at}"]
         self.leaves[:] = leaves
-        self.named.update((f"rows.{at}", leaf) for at, leaf in enumerate(leaves))
+        for at, leaf in enumerate(leaves):
+            self.named[f"rows.{at}"] = leaf
 
 
 @dataclass(frozen=True)

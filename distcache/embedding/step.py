@@ -102,7 +102,7 @@ class CollectionTables:
         self.current: OpenStep | None = None
         self.counts = [0] * len(self.tables)
         self.skipped = 0
-        self.earlier = EarlierSteps(self)
+        self.earlier, self._host = EarlierSteps(self), host_link(world)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
@@ -224,8 +224,8 @@ class CollectionTables:
     @property
     def streams(self) -> list[Epoch]:
         """The look-aheads that are alive and have not ended, the latest first."""
-        alive = [stream for ref in reversed(self._streams) if (stream := ref()) is not None]
-        return [stream for stream in alive if not stream.ended]
+        known = reversed(self._streams)
+        return [one for ref in known if (one := ref()) is not None and not one.ended]
 
     def start_stream(self, stream: Epoch, source: Reader) -> None:
         """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
@@ -286,17 +286,18 @@ class CollectionTables:
         self.end_current()
         with torch.inference_mode(False), torch.no_grad():
             leaves = self.engine.open(flight)
-        # Whoever sums dense gradients (DDP) issues collectives of another group until backward has
-        # ended. NCCL wants one order of both on all ranks, so ours come before, or after that.
-        if self.engine.streams.asynchronous:
-            self.engine.settle(flight)
-        self.engine.count(flight)
-        self.current = OpenStep(self, flight, reads, leaves, frozen)
+            # Whoever sums dense gradients (DDP) issues collectives of another group until backward
+            # has ended. NCCL wants one order of both on all ranks: ours come before, or after that.
+            if self.engine.streams.asynchronous:
+                self.engine.settle(flight)
+            self.engine.count(flight)
+            self.current = OpenStep(self, flight, reads, leaves, frozen)
         if self.world.size > 1:  # `_check_frozen` listens; meanwhile nobody waits
             own = torch.zeros(len(self.tables), dtype=torch.uint8)
-            own[list(frozen)] = 1
+            for table in frozen:
+                own[table] = 1
             what = f"the frozen tables of step {flight.step}"
-            self._frozen_of_all = host_link(self.world).start_all_gather(own, PLANNING, what)
+            self._frozen_of_all = self._host.start_all_gather(own, PLANNING, what)
         return self.current
 
     def _check_frozen(self) -> None:
@@ -321,7 +322,8 @@ class CollectionTables:
         """The current step ends; PlanError if its gradients were neither applied nor dropped."""
         self._check_frozen()  # a step without any gradient has not asked
         step = self.current
-        if step is None:
+        if step is None or step.is_over:
+            self.current = None
             return
         if self.earlier.pending:
             raise PlanError(
@@ -344,7 +346,7 @@ class CollectionTables:
             return value
         said = torch.tensor([value], dtype=torch.uint8)
         what = "whether several steps are one"
-        return bool(host_link(self.world).start_all_gather(said, PLANNING, what)().any())
+        return bool(self._host.start_all_gather(said, PLANNING, what)().any())
 
     def drop(self) -> None:
         """Forget the gradients so far."""
@@ -363,13 +365,12 @@ class CollectionTables:
                 for gradient in sums.tensors():
                     gradient.mul_(1.0 / size)
             step.owners = [None] * len(engine.groups)
-            for group, trains in enumerate(step.trains):
-                tables = engine.groups[group].tables
-                frozen = [table in step.frozen for table in tables]
-                alike = len({self.counts[table] for table in tables}) == 1 and not any(frozen)
-                differ = len(self._parameters.groups) > 1 and len(tables) > 1
-                if trains and (differ or not alike):
-                    step.owners[group] = step.view.owners(group, sums, frozen)
+            differ = len(self._parameters.groups) > 1
+            for at, group in enumerate(engine.groups):
+                kinds = {(self.counts[table], table in step.frozen) for table in group.tables}
+                if step.trains[at] and (len(kinds) > 1 or (differ and len(group.tables) > 1)):
+                    frozen = [table in step.frozen for table in group.tables]
+                    step.owners[at] = step.view.owners(at, sums, frozen)
             if step.view.guard is not None or self.settings.on_nonfinite != "off":
                 step.finite = step.view.all_finite(sums)
         engine.streams.after(COMPUTE, (flight.after,))
@@ -627,6 +628,8 @@ class CollectionTables:
     def take_written(self) -> None:
         """Notice what was copied into values of `hand_out`: rows are read anew. Raises PlanError
         inside a step."""
+        if not self._handed:
+            return
         written = [own for own in self._handed if own[2]._version != own[3]]
         if not written:
             return

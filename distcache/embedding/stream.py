@@ -31,7 +31,7 @@ from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import LEAVING_S, STOP_S
+from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
@@ -472,13 +472,12 @@ class Epoch(Generic[T]):
         read = self._source.kept[expected[0]].reads[expected[1]]
         return by_content and read.has_ids_of(features, self._source.reader.read)
 
-    def open_next(self, frozen: frozenset[int]) -> tuple[OpenStep, int]:
+    def open_next(self, tables: CollectionTables, frozen: frozenset[int]) -> tuple[OpenStep, int]:
         """The step of the batch just claimed, opened unless it is open, and its micro-batch.
 
         `frozen`: the tables, by index, that the step leaves as they are.
         """
-        position, micro = self._pending[0]
-        tables, kept = self._member.tables, self._source.kept
+        (position, micro), kept = self._pending[0], self._source.kept
         if position != self._opened:
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")

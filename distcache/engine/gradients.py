@@ -354,7 +354,7 @@ def start_reduce_rows(
     library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
     `touched_rows` and `source_rows` on the device.
     """
-    if native:
+    if native or link.world.size == 1:
         wait = link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
 
         def finish() -> Tensor:
@@ -484,10 +484,8 @@ class DenseGradients:
         total = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
         parts = self.flat.split([p.numel() for p in self.parameters])
-        self._views = [
-            part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)
-        ]
-        self._pairs = list(zip(self.parameters, self._views, strict=True))
+        pairs = zip(self.parameters, parts, strict=True)
+        self._pairs = [(parameter, part.view_as(parameter)) for parameter, part in pairs]
         self._chunks = self.flat.split(CHUNK_ELEMENTS)
         for parameter, view in self._pairs:
             parameter.grad = view
@@ -535,20 +533,18 @@ class DenseGradients:
 
     def _gather(self) -> None:
         """Let the gradients be views of `flat`; of parameters without one, zeros."""
-        found = [parameter.grad for parameter in self.parameters]
-        # zero_grad() lets go of a view, backward makes another; copied by one kernel, if by any.
-        made = [
-            (view, own)
-            for view, own in zip(self._views, found, strict=True)
-            if own is not None and own is not view
-        ]
-        if made:
-            torch._foreach_copy_(*zip(*made, strict=True))
-        for (parameter, view), own in zip(self._pairs, found, strict=True):
+        made = []
+        for parameter, view in self._pairs:
+            own = parameter.grad
             if own is None:
                 view.zero_()
+            elif own is not view:
+                made.append((view, own))
             # An optimizer would move a frozen one by a gradient of zeros (momentum, Adam, decay).
             parameter.grad = view if parameter.requires_grad else None
+        # zero_grad() lets go of a view, backward makes another; copied by one kernel, if by any.
+        if made:
+            torch._foreach_copy_(*zip(*made, strict=True))
 
     def close(self) -> None:
         """Let go of the groups that the first `sum` made; called by all ranks."""
@@ -610,17 +606,16 @@ def agreement(said: Tensor) -> StepResult:
     Losses are added up in rank order. Where they come to no finite number, `bad_ranks` are those
     whose own is none, or all ranks.
     """
-    losses, asks = zip(*said.tolist(), strict=True)
-    bits = [int(of) for of in asks]
-    total = 0.0
-    for loss in losses:
+    by_rank, total, asked = said.tolist(), 0.0, 0
+    for loss, asks in by_rank:
         total += loss
-    bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-    if not bad and not math.isfinite(total):
-        bad = list(range(len(losses)))
-    stop = any(of & STOP for of in bits)
-    save, busy = (any(of & bit for of in bits) for bit in (SAVE, BUSY))
-    return StepResult(total, tuple(bad), stop, save and not busy, save and busy)
+        asked |= int(asks)
+    bad: tuple[int, ...] = ()
+    if not math.isfinite(total):  # as it is where one of them is not
+        bad = tuple(rank for rank, (loss, _) in enumerate(by_rank) if not math.isfinite(loss))
+        bad = bad or tuple(range(len(by_rank)))
+    save, busy = bool(asked & SAVE), bool(asked & BUSY)
+    return StepResult(total, bad, bool(asked & STOP), save and not busy, save and busy)
 
 
 class Control(NamedTuple):
@@ -653,7 +648,7 @@ class ControlRing:
         self._link, self._streams = link, streams
         pinned = streams.asynchronous
         shape = (delay + 1, world.size, 2)
-        self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned)
+        self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned).unbind()
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._turn = 0
 

@@ -303,11 +303,6 @@ class GroupRows:
             self.grown |= self.cache.slots > before
             self.cache.fill(on_host, names, weight, state, where)
 
-    def leaf(self, plan: StepPlan, where: Tensor) -> Tensor:
-        """A copy of the step's replicated rows in canonical order, `[U, D]`, on the device;
-        `where`: their slots there."""
-        return self.updatable(self.cache.gather(plan.slots, where))
-
     def updatable(self, rows: Tensor) -> Tensor:
         """Rows in the dtype in which they are updated."""
         return rows.to(self.cache.kind.dtype)

@@ -291,7 +291,7 @@ class StepStream:
 
     def arrive(self, flight: Flight) -> None:
         """Wait for the rows of the step just taken, for which all is released."""
-        if not self._moves:
+        if not self._moves or (flight.moved and self._broken is None):
             return
         started = time.perf_counter()
         with self._lock:

@@ -276,8 +276,8 @@ class CachedTables:
         for at, (rows, plan) in enumerate(zip(self.rows, flight.plans, strict=True)):
             own = flight.sharded[at] if flight.sharded else None
             if own is None or plan.distinct:
-                leaf = rows.leaf(plan, flight.where[at].slots)
-                own = leaf if own is None else torch.cat((leaf, rows.updatable(own)))
+                first = rows.cache.gather(plan.slots, flight.where[at].slots)
+                own = first if own is None else torch.cat((first, own))
             flight.leaves.append(rows.updatable(own))
         return flight.leaves
 
@@ -584,11 +584,10 @@ Kind = tuple[RowUpdate, int]
 def choices_of(owners: Owners | None, kinds: Sequence[Kind | None]) -> list[RowChoice]:
     """What of a group's rows is updated. `kinds`: by table of the group, None for one that is left
     as it is; `owners`: None where all are alike."""
-    different = [kind for kind in dict.fromkeys(kinds) if kind is not None]
     if owners is None:
-        return [RowChoice(*kind) for kind in different]
+        return [] if kinds[0] is None else [RowChoice(*kinds[0])]
     found = []
-    for kind in different:
+    for kind in [kind for kind in dict.fromkeys(kinds) if kind is not None]:
         mine = torch.tensor([one == kind for one in kinds])
         own = [None if at is None else mine[at.long()].nonzero().flatten() for at in owners]
         found.append(RowChoice(*kind, *own))

@@ -88,14 +88,13 @@ class CachedSettings(TableSettings):
 class Outcome:
     """What becomes of one step of the trainer, on its way.
 
-    `loss`: this rank's share of the mean over the global batch; `logits` `[b]` of an evaluation
-    step; `buffers`: those of the dense model that are saved, and their values before the step.
+    `loss`: this rank's share of the mean over the global batch; `buffers`: those of the dense model
+    that are saved, and their values before the step.
     """
 
     asks: int = 0
     loss: Tensor | None = None
     sums: RowSums | None = None
-    logits: Tensor | None = None
     buffers: Sequence[tuple[Tensor, Tensor]] = ()
     control: Control | None = None
     agreement: StepResult | None = None
@@ -264,7 +263,8 @@ class CachedParallel(Parallel):
         outcome: Outcome = flight.result
         control = outcome.control
         enabled = control.enabled if self.result_delay else None
-        put_back(outcome.buffers, control.enabled)
+        if outcome.buffers:
+            put_back(outcome.buffers, control.enabled)
         if not self.result_delay and self._agreed(flight).bad_ranks:
             return
         self.applied += 1
@@ -317,14 +317,14 @@ class CachedParallel(Parallel):
                 modes = [(module, module.training) for module in self._modules]
                 self.model.eval()
                 try:
-                    flight.result.logits = self._predict(flight, leaves)
+                    logits = self._predict(flight, leaves)
                 finally:
                     for module, training in modes:
                         module.training = training
         since = sent - counters.collective_bytes, between - counters.inter_node_bytes
         counters.count(ROWS, *since)  # they are training's
         record(self.clock, flight, self.streams)
-        return flight.result.logits
+        return logits
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """See `Parallel.set_lr`."""

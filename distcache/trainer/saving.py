@@ -69,7 +69,7 @@ class _Job(threading.Thread):
 
 class Saver:
     """The checkpoints of a run, in `checkpoints/` of its folder; every method is called by all
-    ranks between the same steps, but for `asks` and `settle`.
+    ranks between the same steps, but for `asks`.
 
     `last`: the state of the newest that this process wrote or went on from in this folder.
     """
@@ -107,12 +107,15 @@ class Saver:
         # After an error for as long as others may take, at a second Ctrl-C not at all.
         self.wait(None if kind is None else self._world.timeout_s * issubclass(kind, Exception))
 
-    def asks(self, done: int) -> int:
-        """What this rank tells the others with the step that makes it `done` steps: bits."""
+    def asks(self, falls_on: bool) -> int:
+        """What this rank tells the others with a step, after which a checkpoint `falls_on` or not:
+        bits. Lets go of one that has been written meanwhile."""
+        if self._job is not None and not self._job.is_alive():
+            self.wait()
         seconds = self._keeping.every[1]
         if seconds is not None and self._world.is_first:  # one clock for all
             self._due |= time.monotonic() - self._began >= seconds
-        self._due |= self.falls_on(done)
+        self._due |= falls_on
         return SAVE * self._due | BUSY * (self._job is not None and self._job.is_alive())
 
     def hurry(self) -> None:
@@ -214,11 +217,6 @@ class Saver:
 
         base = {} if where == folder else on_first(self._world, told)
         return base, mark if base else None
-
-    def settle(self) -> None:
-        """Let go of what has been written meanwhile."""
-        if self._job is not None and not self._job.is_alive():
-            self.wait()
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until nothing is being written, `limit_s` seconds at most."""

@@ -127,15 +127,6 @@ class Outcome:
     bad: StepResult | None = None
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A training step that was run and whose result nobody has looked at."""
-
-    batch: Batch
-    seconds: float
-    result: StepResult
-
-
 @dataclass
 class Loop:
     """One pass over a schedule; `rates` gives the dense and the embedding rate of a step."""
@@ -153,7 +144,8 @@ class Loop:
     over: bool = False
     due: bool = False
     """Whether a checkpoint is written before the next training step."""
-    unread: deque[_Run] = field(default_factory=deque)
+    unread: deque[tuple[Batch, float, StepResult]] = field(default_factory=deque)
+    """Training steps, with the seconds that they took, whose results nobody has looked at."""
 
     def run(self, batches: Iterable[Batch]) -> Outcome:
         """Go through the batches, which the mode draws ahead of training as it needs them.
@@ -190,11 +182,11 @@ class Loop:
         self.mode.set_lr(*self.rates(index))
         asks, falls_on = STOP * (self.stop.signal is not None), False
         if self.saver is not None:
-            self.saver.settle()
-            asks, falls_on = asks | self.saver.asks(index + 1), self.saver.falls_on(index + 1)
+            falls_on = self.saver.falls_on(index + 1)
+            asks |= self.saver.asks(falls_on)
         result = self.mode.train_step(step, asks)
         ended = time.perf_counter()
-        self.unread.append(_Run(step.batch, ended - self.mark, result))
+        self.unread.append((step.batch, ended - self.mark, result))
         self.mark = ended
         return self.look(keep=0 if falls_on else self.mode.result_delay)
 
@@ -212,18 +204,18 @@ class Loop:
         loop is over: then at all of them, for all ranks have run as many."""
         over = False
         while len(self.unread) > (0 if over else keep):
-            over |= self.finish(self.unread.popleft())
+            over |= self.finish(*self.unread.popleft())
             if self.outcome.bad is not None:
                 self.unread.clear()  # nothing of these was applied
         return over
 
-    def finish(self, ran: _Run) -> bool:
+    def finish(self, batch: Batch, seconds: float, result: StepResult) -> bool:
         """Count a training step; whether it is the last."""
-        outcome, result, batch = self.outcome, ran.result, ran.batch
+        outcome = self.outcome
         if result.bad_ranks or not math.isfinite(result.loss):
             outcome.bad = result
             return True
-        outcome.times.add(ran.seconds, batch.global_size)
+        outcome.times.add(seconds, batch.global_size)
         digest = chain_loss(outcome.state.loss_digest, result.loss)
         done = batch.index + 1
         outcome.state = TrainerState(done, digest, self.schedule.position(done), batch)
