@@ -384,13 +384,23 @@ class CachedCollection(Copied):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The empty parameter whose `requires_grad` freezes; none without `recurse`.
+        """The empty parameter whose `requires_grad` freezes; in its place the tables, once
+        `apply_optimizer_in_backward` was called on some, for TorchRec's filters of parameters.
 
-        DDP asks module by module, without `recurse`, for what it must reduce: it would wait for a
-        gradient that this one never gets.
+        None without `recurse`: DDP asks so, module by module, for what it must reduce, and would
+        wait for a gradient that this one never gets. A module around, and torch.export (which asks
+        for duplicates), see the empty one, for tables would be broadcast, or be in the program.
         """
-        if recurse:
+        weights = {} if self._copied or not remove_duplicate else self._member.weights
+        if recurse and any(hasattr(own, "_in_backward_optimizers") for own in weights.values()):
+            start = f"{prefix}." if prefix else ""
+            yield from ((start + self._key_of(name), own) for name, own in weights.items())  # type: ignore[misc]
+        elif recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The empty parameter, never a table, of which an optimizer would have state."""
+        return iter([self.trainable] if recurse else [])
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -95,7 +95,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
-        graphs.let_ir_take(type(self))
+        graphs.tell_torchrec(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -193,6 +193,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_configs: list[EmbeddingConfig] = self._recipe.configs
+        graphs.tell_torchrec(type(self))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
@@ -261,3 +262,6 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             )
             for at, name in enumerate(names)
         }
+
+
+graphs.tell_torchrec(CachedEmbeddingBagCollection)  # for programs that are loaded
