@@ -131,6 +131,11 @@ class CachedCollection(Copied):
         """Where the cache lies and the embeddings come out."""
         return self._recipe.device
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """That in which embeddings come out."""
+        return self._recipe.settings.dtype
+
     def fused_optimizer(self) -> RowOptimizer:
         """The optimizer, by the name that it has in TorchRec's fused collections."""
         return self.optimizer
@@ -450,7 +455,7 @@ class CachedCollection(Copied):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()` and the like: they may say where the cache will lie; once it is made, they may
         only ask for what is so."""
-        dtype, device = self._recipe.settings.dtype, self.device
+        dtype, device = self._dtype, self.device
         try:
             probe = fn(torch.empty(0, dtype=dtype, device=device))
         except NotImplementedError:  # 'meta' has no data that could be copied, nor is there any

@@ -61,7 +61,10 @@ class CacheSettings(CacheConfig):
                     f"{name}={value!r} must be {auto}a whole number of at least {bound}"
                 )
         if self.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"dtype={self.dtype} is not torch.float32 or torch.float64")
+            raise ConfigError(
+                f"dtype={self.dtype} is not torch.float32 or torch.float64, in which rows are "
+                "updated: half precision is a table's, by data_type= of its config"
+            )
         given = self.statistics
         if not (given is None or isinstance(given, str | PathLike | Statistics)):
             raise ConfigError(
