@@ -132,6 +132,11 @@ class CachedCollection(Copied):
         return self._recipe.device
 
     @property
+    def resets_evicted(self) -> bool:
+        """Whether rows start anew whose ids TorchRec's collision modules evict."""
+        return self._recipe.settings.reset_evicted
+
+    @property
     def _dtype(self) -> torch.dtype:
         """That in which embeddings come out."""
         return self._recipe.settings.dtype
