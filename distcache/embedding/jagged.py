@@ -86,7 +86,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`;
         `init="auto"|"torch"|"seed"`, initial rows by torch's generator as in TorchRec, or a
         function of `seed` (`"auto"`: torch's for up to 256 MiB of tables where no seed is given);
-        `on_bad_id="error"|"hash"` (modulo the table's rows).
+        `on_bad_id="error"|"hash"` (modulo the table's rows); `reset_evicted=False`: whether rows
+        start anew whose ids TorchRec's collision modules evict.
 
         Raises ConfigError, on every rank, and MemoryTooSmallError where host or device memory
         does not hold the tables or the cache.
@@ -95,7 +96,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
-        graphs.let_ir_take(type(self))
+        graphs.tell_torchrec(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -193,6 +194,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_configs: list[EmbeddingConfig] = self._recipe.configs
+        graphs.tell_torchrec(type(self))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
@@ -261,3 +263,6 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             )
             for at, name in enumerate(names)
         }
+
+
+graphs.tell_torchrec(CachedEmbeddingBagCollection)  # for programs that are loaded

@@ -470,6 +470,25 @@ class WholeTables:
         with torch.no_grad():
             together(self._world, write)
 
+    def begin_anew(self, table: int, ids: np.ndarray, weight: Tensor) -> None:
+        """Let rows `ids` of a table, int64 `[n]`, have these weights `[n, D]`, and the state of new
+        rows; nothing may be cached then."""
+        (store, place), spec = self._store(table), self._tables[table]
+
+        def write() -> None:
+            if self._world.local_rank:
+                return
+            numbers = store.layout.offsets[place] + ids
+            own = store.part.holds(numbers)
+            places = torch.from_numpy(store.part.places(numbers[own]))
+            store.weight[places] = weight[torch.from_numpy(own)].to(store.weight)
+            if store.state is not None:
+                store.state[places] = self._update.initial_state(spec.dim).to(store.state)
+
+        self.note(table, ids)
+        with torch.no_grad():
+            together(self._world, write)
+
     def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
         """A whole table's weights, or its state, in memory that this node's ranks share."""
         world, spec = self._world, store.layout.tables[place]
