@@ -739,7 +739,8 @@ def test_rows_of_evicted_ids_start_anew(kind, policy, ahead, monkeypatch):
     if policy == "mpzch":
         with_kernel()
         monkeypatch.setattr(collisions, "time", read_clock())
-    found = trained_anew(policy, ahead, looks=10)
+    how = {"rows": 32, "resident": "none"} if ahead else {}  # fewer than there are
+    found = trained_anew(policy, ahead, looks=10, **how)
     want = anew(policy, found["start"], 10)
     assert want["resets"] > 5 and (policy == "mpzch" or min(want["evicted"].values()) > 5)
     assert_anew(found, want)
