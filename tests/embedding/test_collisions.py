@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import socket
 import sys
 import types
 import zlib
@@ -723,6 +724,7 @@ def trained_anew(
     sums = collection.optimizer.state_dict()["state"]
     found["sums"] = {name: sums[name]["sum"].clone() for name in ROWS}
     found |= {"end": weights_of(model), "start": start}
+    found["nodes"] = collection.tables.world.nodes.count
     collection.close()
     return found
 
@@ -739,7 +741,8 @@ def test_rows_of_evicted_ids_start_anew(kind, policy, ahead, monkeypatch):
     if policy == "mpzch":
         with_kernel()
         monkeypatch.setattr(collisions, "time", read_clock())
-    found = trained_anew(policy, ahead, looks=10)
+    how = {"rows": 32, "resident": "none"} if ahead else {}  # fewer than there are
+    found = trained_anew(policy, ahead, looks=10, **how)
     want = anew(policy, found["start"], 10)
     assert want["resets"] > 5 and (policy == "mpzch" or min(want["evicted"].values()) > 5)
     assert_anew(found, want)
@@ -766,22 +769,31 @@ def test_rows_start_anew_after_a_checkpoint_as_without(tmp_path):
 
 
 @job
-def _anew_on_ranks(rank: int, size: int, policy: str, ahead: bool, placement: str) -> dict:
+def _anew_on_ranks(
+    rank: int, size: int, policy: str, ahead: bool, placement: str, per_node: int
+) -> dict:
     with_kernel()
     collisions.time = read_clock(0 if rank == 0 else 1000)
-    return trained_anew(policy, ahead, rank, size, device="cpu", placement=placement)
+    name = socket.gethostname() + str(rank // per_node)
+    with mock.patch.object(socket, "gethostname", lambda: name):
+        return trained_anew(policy, ahead, rank, size, device="cpu", placement=placement)
 
 
 @pytest.mark.parametrize(
-    "policy, ahead, placement",
-    [("lfu", False, "replicated"), ("lfu", True, "sharded"), ("mpzch", True, "replicated")],
+    "policy, ahead, placement, per_node",
+    [
+        ("lfu", False, "replicated", 2),
+        ("lfu", True, "sharded", 2),
+        ("mpzch", True, "replicated", 1),
+    ],
 )
-def test_rows_start_anew_on_all_ranks(policy, ahead, placement):
+def test_rows_start_anew_on_all_ranks(policy, ahead, placement, per_node):
     with_kernel()
-    one, two = ranks(_anew_on_ranks, policy, ahead, placement)
+    one, two = ranks(_anew_on_ranks, policy, ahead, placement, per_node)
     both = one | {"logits": torch.cat([one["logits"], two["logits"]])}
     both["losses"] = [(a + b) / 2 for a, b in zip(one["losses"], two["losses"], strict=True)]
     assert_anew(both, anew(policy, one["start"], 9))
+    assert one["nodes"] == 2 // per_node
 
 
 def test_what_cannot_be_told_of_raises():
