@@ -60,7 +60,7 @@ from distcache.errors import ConfigError, DistcacheError
 from distcache.planner import loops, request_loops
 from distcache.planner.home import HomePlanner
 from distcache.planner.rank import RankPlanner, distinct_rows
-from distcache.planner.victims import DEFAULT
+from distcache.planner.victims import DEFAULT, NONE, Policy
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
 from distcache.trainer.plan_cache import resolve_placement, window_steps
@@ -162,7 +162,10 @@ def measure_here(options: PlannerOptions, config: Config, world: World) -> list[
         one = placement.groups([group])[0] if world.size > 1 else group
         # Slots are those of training: C on each device, whatever the placement.
         held = SimpleNamespace(group=one, slots=region_slots(one, slots[0]))
-        contenders.append(Planning(kind, held, config, world, bank.feed()))
+        policies = {"": DEFAULT, ", no table stays": replace(DEFAULT, resident=NONE)}
+        for note, policy in policies.items() if kind == REPLICATED else [("", DEFAULT)]:
+            what = kind + note, kind, policy
+            contenders.append(Planning(*what, held, config, world, bank.feed()))
     ways = distinct_ways().items()
     contenders += [Finding(name, way, group, bank.feed()) for name, way in ways]
     with watching(PARTS, SPENT), closing(Turns(contenders, world, bank)) as turns:
@@ -210,15 +213,24 @@ class Timed(Contender):
 class Planning(Timed):
     """This rank's planner in a placement; all ranks step alike."""
 
-    def __init__(self, kind: str, placed: Any, config: Config, world: World, feed: Feed) -> None:
-        super().__init__(f"plan, {kind}")
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        policy: Policy,
+        placed: Any,
+        config: Config,
+        world: World,
+        feed: Feed,
+    ) -> None:
+        super().__init__(f"plan, {name}")
         self.ahead = window_steps(config.cache) + _AHEAD
         ahead = int(config.cache.lookahead), int(config.cache.prefetch)
         self._rows, self._world = RowCounts(), world
         self._table_rows = placed.group.layout.rows
         self._counters = CollectiveCounters()
         pairs = [(placed.group, placed.slots)]
-        self._regions = planning.home_regions(pairs, world.rank, ahead[1], DEFAULT, [None])
+        self._regions = planning.home_regions(pairs, world.rank, ahead[1], policy, [None])
         planner = planning.StreamPlanner(
             Link(world, world.planning_group, self._counters, "the planning group"),
             [placed.group],

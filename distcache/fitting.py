@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -315,6 +316,20 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
     return found
 
 
+def _refuse_tables_inside(model: nn.Module) -> None:
+    """ConfigError for a model that has tables of the drop-in which train: their steps, rates and
+    rows in checkpoints would be nobody's here."""
+    drop_in = sys.modules.get("distcache.embedding.collection")  # imported if there is one
+    kind = () if drop_in is None else drop_in.CachedCollection
+    for name, own in model.named_modules():
+        if isinstance(own, kind) and len(own.frozen) < len(own.reader.lookups.specs):
+            raise ConfigError(
+                f"model.{name} is a {type(own).__name__}, whose rows distcache.fit does not train: "
+                "give its table in tables=, and read its embeddings from `pooled`; or freeze it by "
+                "requires_grad_(False); or train in a loop of your own, see distcache.lookahead"
+            )
+
+
 def own_config(parallel: str, optimizer: str, given: Mapping[str, Any], tables: int) -> Config:
     """The config tree with the `given` values (by dotted key, of `flat_settings`) over its
     defaults. Raises ConfigError."""
@@ -417,6 +432,7 @@ def fit(
     check_own(config, local_size)
     lone = config.trainer.eval_every is not None and eval_loader is None
     refuse_if(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
+    _refuse_tables_inside(model)
     features = [feature for spec in specs for feature in spec.features]
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)

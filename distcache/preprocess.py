@@ -71,15 +71,9 @@ def go(line: Line[PreprocessConfig], command: Sequence[str]) -> int:
     except OSError as error:  # a full disk, most likely
         log.error("%s; the same command goes on from here", error)
         return 1
-    log.info(
-        "%s: %s samples (%s train), %s rows in %d tables, fingerprint %s",
-        settings.output,
-        f"{manifest.samples:,}",
-        f"{manifest.train_samples:,}",
-        f"{sum(manifest.table_rows):,}",
-        len(manifest.table_rows),
-        manifest.fingerprint[:16],
-    )
+    samples = f"{manifest.samples:,} samples ({manifest.train_samples:,} train)"
+    rows = f"{sum(manifest.table_rows):,} rows in {len(manifest.table_rows)} tables"
+    log.info(f"{settings.output}: {samples}, {rows}, fingerprint {manifest.fingerprint[:16]}")
     return 0
 
 

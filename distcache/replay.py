@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from distcache.compiled import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomeDecision, HomePlanner, Parts
-from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped
+from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy, grouped
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
@@ -332,14 +332,14 @@ class NamedParts(Parts):
 
 
 def make_planner(
-    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None, most_rows: int
+    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None, offsets: np.ndarray
 ) -> HomePlanner:
     """The planner of one home as training makes it, a world of its own, for homes decide alone.
 
     The rows that the trace names lie side by side in its index, by number; decisions are the same.
-    `classes` uint8 `[V]`: of all rows, or None; `most_rows`: of a home in training.
+    `classes` uint8 `[V]`: of all rows, or None; `offsets`: see `Trace`.
     """
-    rows = max(len(home.names), 1)
+    rows, most_rows = max(len(home.names), 1), -(-int(offsets[-1]) // case.world_size)
     layout = RowLayout([TableSpec("trace", rows, 1, ("trace",))], 1)
     names, own = np.zeros(rows, np.int32), None
     names[: len(home.names)] = home.names // case.world_size  # the local rows of training
@@ -347,7 +347,10 @@ def make_planner(
         own = np.zeros(rows, np.uint8)
         own[: len(home.names)] = classes[home.names]
     policy, parts = case.policy or DEFAULT, Parts.of(slots, most_rows)
-    how = (layout, 0, slots, case.prefetch, policy, own)
+    for first, last in policy.resident_tables(offsets, slots * case.world_size):
+        own = np.zeros(rows, np.uint8) if own is None else own
+        own[: len(home.names)][(home.names >= first) & (home.names < last)] = PINNED
+    how = (layout, 0, slots, case.prefetch, replace(policy, resident=NONE), own)
     called = parts.parts_of(names)[1].astype(np.int32)
     return HomePlanner(*how, parts=NamedParts(parts, names), names=called)
 
@@ -402,8 +405,7 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
             if case.policy is None:
                 counted.update(_least(home, training, slots))
                 continue
-            most = -(-trace.rows // case.world_size)
-            planner = make_planner(home, slots, case, classes, most)
+            planner = make_planner(home, slots, case, classes, trace.offsets)
             try:
                 counts, latest = _count_home(home, training, planner, case.lookahead)
             except StepTooLargeError as error:  # of one part of the home
@@ -467,7 +469,11 @@ def popularity_of(traces: Sequence[Trace]) -> Popularity:
     Counts are of the training steps. For `static` the hottest rows are pinned, as many as
     `pinned_rows` says.
     """
-    counted = [_table(trace) for trace in traces]
+    counted = []
+    for trace in traces:
+        rows, counts = trace.row_counts()
+        total, distinct = int(counts.sum()), int(np.count_nonzero(counts))
+        counted.append(TableCounts("trace", trace.rows, total, distinct, counts, rows))
 
     @cache
     def plain(group: int) -> np.ndarray:
@@ -512,10 +518,3 @@ def pinned_rows(trace: Trace, hottest: np.ndarray, case: Case, group: int = 0) -
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _table(trace: Trace) -> TableCounts:
-    rows, counts = trace.row_counts()
-    return TableCounts(
-        "trace", trace.rows, int(counts.sum()), int(np.count_nonzero(counts)), counts, rows
-    )

@@ -16,8 +16,6 @@ from distcache.planner.rank import distinct_rows
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------
-# What a stream of ids asks of every home: its distinct rows step by step, found once.
-#
 # All that a cache does depends on these alone, so a trace is recorded once for each number of
 # ranks and then replayed by as many cases as one likes (`replay`, `belady`).
 
@@ -64,14 +62,20 @@ class Trace:
     """A stream of one group of tables. Memory: 8 bytes per distinct row of every step and for
     every number of ranks recorded, and 12 per distinct row of all steps.
 
-    `rows`: V; `ids`: lookups of the training steps; `training` bool `[steps]`: whether a step
-    trains (False: it evaluates); `homes`: the homes of each number of ranks W.
+    `offsets`: the first row of each table, and V, int64; `ids`: lookups of the training steps;
+    `training` bool `[steps]`: whether a step trains (False: it evaluates); `homes`: the homes of
+    each number of ranks W.
     """
 
-    rows: int
+    offsets: np.ndarray
     ids: int
     training: np.ndarray
     homes: Mapping[int, tuple[HomeTrace, ...]]
+
+    @property
+    def rows(self) -> int:
+        """V, of all tables."""
+        return int(self.offsets[-1])
 
     @property
     def steps(self) -> int:
@@ -103,18 +107,19 @@ class Trace:
 class Recorder:
     """Records steps of ids as a `Trace`; finding distinct rows is what the planner does.
 
-    `rows`: V; `worlds`: numbers of ranks. Raises ConfigError for a number below 1, or none.
+    `offsets`: see `Trace`; `worlds`: numbers of ranks. Raises ConfigError for a number below 1, or
+    none.
     """
 
     def __init__(
-        self, rows: int, worlds: Sequence[int] = (1,), most_bytes: int | None = None
+        self, offsets: np.ndarray, worlds: Sequence[int] = (1,), most_bytes: int | None = None
     ) -> None:
         """`most_bytes` bounds what is recorded; None: a share of the memory that can be had now."""
         if not worlds or min(worlds) < 1:
             raise ConfigError(f"world sizes {list(worlds)}: give at least one, all of at least 1")
-        if rows > _MOST:
+        if (rows := int(offsets[-1])) > _MOST:
             raise ConfigError(f"{rows} rows: plans number the rows of a home up to {_MOST}")
-        self.rows, self.full = rows, False
+        self.offsets, self.full = offsets, False
         self.most_bytes = int(available_memory() * _SHARE) if most_bytes is None else most_bytes
         table = TableSpec("trace", rows, 1, ("trace",))
         self._layouts = {world: RowLayout([table], world) for world in sorted(set(worlds))}
@@ -145,11 +150,9 @@ class Recorder:
         if self._bytes > self.most_bytes and not self.full:
             self.full = True
             log.warning(
-                "the trace ends after %d steps: its distinct rows take %s, at most %s are "
-                "used; give fewer steps or world sizes, or larger batches",
-                len(self._training),
-                describe_bytes(self._bytes),
-                describe_bytes(self.most_bytes),
+                f"the trace ends after {len(self._training)} steps: its distinct rows take "
+                f"{describe_bytes(self._bytes)}, at most {describe_bytes(self.most_bytes)} are "
+                "used; give fewer steps or world sizes, or larger batches"
             )
 
     def finish(self) -> Trace:
@@ -160,7 +163,7 @@ class Recorder:
         for world in self._layouts:
             parts = self._steps.pop(world)
             homes[world] = tuple(_numbered(parts.pop(0)) for _ in range(world))
-        return Trace(self.rows, self._ids, np.array(self._training), homes)
+        return Trace(self.offsets, self._ids, np.array(self._training), homes)
 
 
 def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
@@ -207,7 +210,7 @@ def record_source(
         layout = RowLayout([tables[i] for i in members], 1)
         firsts = dict(zip(members, layout.offsets.tolist(), strict=False))
         own = [(feature, firsts[i]) for feature, i in enumerate(read_by) if i in firsts]
-        groups.append((Recorder(layout.rows, worlds, most_bytes), own))
+        groups.append((Recorder(layout.offsets, worlds, most_bytes), own))
     for kind, index in order:
         draw = source.train_batch if kind == "train" else source.eval_batch
         ids = check_ids(draw(index, 0, 1).ids, table_rows, names)

@@ -15,11 +15,21 @@ from simulator import PlannerSettings
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
 from distcache.planner.shard import HotRows
-from distcache.planner.victims import PINNED, POLICIES, TAILS, Policy
+from distcache.planner.victims import PINNED, POLICIES, RESIDENT, TAILS, Policy
 
 
-def make_layout(rows: int, world: int) -> RowLayout:
-    return RowLayout([TableSpec("t", rows, 4, ("f",))], world)
+def make_layout(rows: int, world: int, cuts: Sequence[int] = ()) -> RowLayout:
+    """One table, or one from each of `cuts` on."""
+    sizes = np.diff([0, *sorted(cuts), rows]).tolist()
+    tables = [TableSpec(f"t{at}", size, 4, (f"f{at}",)) for at, size in enumerate(sizes)]
+    return RowLayout(tables, world)
+
+
+def layouts(rows: int, world: int) -> st.SearchStrategy[RowLayout]:
+    """So many rows of one table, or with small tables before or behind it."""
+    inside = st.sampled_from([1, 2, 3, rows - 2, rows - 1]).filter(lambda cut: 0 < cut < rows)
+    cuts = st.sets(inside, max_size=3) if rows > 1 else st.just(())
+    return cuts.map(lambda of: make_layout(rows, world, of))
 
 
 @st.composite
@@ -32,7 +42,7 @@ def policies(draw: st.DrawFn, rows: int) -> tuple:
     name = "lookahead" if plain else draw(st.sampled_from(POLICIES))
     tail = "lru" if plain or name != "lookahead" else draw(st.sampled_from(TAILS))
     half_life = draw(st.sampled_from([None, 1.0, 2.5, 40.0, 1e9]))
-    policy = Policy(name, tail, half_life)
+    policy = Policy(name, tail, half_life, draw(st.sampled_from(RESIDENT)))
     if not policy.needs_popularity and draw(st.sampled_from([True, True, False])):
         return policy, None
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -61,7 +71,7 @@ def streams(draw: st.DrawFn, longest: int = 14) -> tuple:
     """Steps by rank, at most `longest`, with a layout and settings whose slots hold every step."""
     world, rows = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 60))
     stream, _ = draw(steps_of(world, rows, longest, 12))
-    layout, shape = make_layout(rows, world), draw(shelvings())
+    layout, shape = draw(layouts(rows, world)), draw(shelvings())
     need = most_rows(stream, layout, layout.local, np.arange(rows), *shape)
     slots = world * (need + draw(st.integers(0, 12)))
     policy, popularity = draw(policies(rows))
@@ -122,7 +132,7 @@ def sharded_streams(
     world = sum(nodes)
     rows = draw(st.integers(1, 40))
     stream, rng = draw(steps_of(world, rows, longest, 10))
-    layout = make_layout(rows, world)
+    layout = draw(layouts(rows, world))
     share = draw(st.sampled_from([0.0, 0.0, 0.2, 0.7, 1.0]))
     hot = np.flatnonzero(rng.random(rows) < share)
     tail = np.setdiff1d(np.arange(rows), hot)

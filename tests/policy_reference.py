@@ -6,11 +6,12 @@ own choice among rows that score the same, and so says of every victim whether i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from distcache.layout import RowLayout
 from distcache.planner.victims import PINNED, Policy
 
 NEVER = 10**9
@@ -32,11 +33,27 @@ def counted(level: int, row: int, step: int, age: int) -> int:
     place, rest = (age >> 24) % 256, age % 2**24
     factor = FACTORS[place] - ((FACTORS[place] - FACTORS[place + 1]) * rest >> 24)
     value = (VALUES[level] * factor >> 28 >> (age >> 32)) + 256
-    low = max(c for c in range(256) if VALUES[c] <= value)
-    if low == 255:
+    low = max(c for c in range(PINNED) if VALUES[c] <= value)
+    if low == PINNED - 1:
         return low
     share = (value - VALUES[low]) * 2**24
     return low + (share > mixed(row, step) * (VALUES[low + 1] - VALUES[low]))
+
+
+def resident(policy: Policy, layout: RowLayout, home: int, slots: int) -> set[int]:
+    """The local rows of the tables that stay at a home with so many slots."""
+    if policy.resident == "none":
+        return set()
+    if slots >= layout.local_rows:
+        return set(range(layout.local_rows))
+    found, room = set[int](), slots * layout.world_size // 8
+    for table in sorted(range(len(layout.tables)), key=lambda t: layout.tables[t].rows):
+        room -= layout.tables[table].rows
+        if room < 0:
+            break
+        rows = np.arange(layout.offsets[table], layout.offsets[table + 1])
+        found |= set(layout.local(rows[layout.home(rows) == home]).tolist())
+    return found
 
 
 @dataclass
@@ -49,7 +66,8 @@ class Held:
 
 class Reference:
     """One home's cache. `classes`: the popularity of each of its rows (local numbers); `part`: says
-    in which part a row is, `name` its number there, and `sizes` how many slots each part has."""
+    in which part a row is, `name` its number there, and `sizes` how many slots each part has;
+    `resident`: rows that stay while others can leave."""
 
     def __init__(
         self,
@@ -61,11 +79,12 @@ class Reference:
         part: Callable[[int], int] = lambda row: 0,
         sizes: Sequence[int] = (),
         name: Callable[[int], int] = lambda row: row,
+        resident: Collection[int] = (),
     ) -> None:
         self.part, self.sizes, self.name = part, sizes or [slots], name
         self.policy, self.slots, self.prefetch = policy, slots, prefetch
         self.window = window if policy.name == "lookahead" else 0
-        self.classes = classes
+        self.classes, self.resident = classes, resident
         self.cached: dict[int, Held] = {}
         self.levels: dict[int, int] = {}
         self.previous: dict[int, int] = {}
@@ -75,7 +94,8 @@ class Reference:
             self.rate = round(2**32 / policy.half_life)
 
     def pinned(self, row: int) -> bool:
-        return self.classes is not None and self.classes[row] == PINNED
+        rated = self.classes is not None and self.classes[row] == PINNED
+        return rated or row in self.resident
 
     def next_use(self, row: int, now: int, stream: list[set[int]]) -> int:
         """The first step in the window after `now` that names the row."""
@@ -93,7 +113,7 @@ class Reference:
         """What says when a row leaves, smallest first; rows with the same leave in any order."""
         held = self.cached[row]
         if self.pinned(row):
-            return (3, held.last)
+            return (3,)
         use = self.next_use(row, now, stream)
         if held.last >= now - self.prefetch:
             return (2, held.last, -use)

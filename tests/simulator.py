@@ -158,7 +158,7 @@ def record_ids(
 ) -> Trace:
     """The trace of steps of ids, int64 `[n]`, of one table of `rows` rows: each of W ranks takes a
     contiguous part of a step."""
-    recorder = Recorder(rows, worlds, most_bytes)
+    recorder = Recorder(np.array([0, rows]), worlds, most_bytes)
     for ids in steps:
         recorder.add(lambda *place, ids=ids: ids[slice(*slice_bounds(len(ids), *place))])
         if recorder.full:

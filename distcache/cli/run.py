@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -266,23 +265,23 @@ def run_job(
     `on_wait` is called about every `every_s` seconds. Ctrl-C and SIGTERM stop the job, orderly
     first, and are raised as KeyboardInterrupt once it has ended; a second one kills it.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = None if log is None else log.open("w")
+    child: subprocess.Popen | None = None
     try:
         # A session of its own: the parent decides when the job hears of Ctrl-C.
         child = subprocess.Popen(
             command, env=job_environment(ranks), stdout=out, stderr=out, start_new_session=True
         )
-        try:
-            while True:
-                try:
-                    return child.wait(every_s)
-                except subprocess.TimeoutExpired:
-                    if on_wait is not None:
-                        on_wait()
-        finally:
-            stop_job(child)
+        while True:
+            try:
+                return child.wait(every_s)
+            except subprocess.TimeoutExpired:
+                if on_wait is not None:
+                    on_wait()
     finally:
+        if child is not None:
+            stop_job(child)
         if out is not None:
             out.close()
         signal.signal(signal.SIGTERM, previous)
@@ -315,10 +314,6 @@ def descendants(process: int) -> set[int]:
             continue
         found |= direct.union(*(descendants(child) for child in direct))
     return found
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def leave(code: int) -> NoReturn:

@@ -108,11 +108,6 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return found
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is one for sure, and not the keys of a section."""
-    return value is None or isinstance(value, bool | int | float)
-
-
 def not_a_value(key: str, value: Any, schema: type = Config) -> ConfigError:
     """The error for a section that was given a value."""
     below = sorted(name for name in _known(schema)[0] if name.startswith(f"{key}."))
@@ -137,7 +132,9 @@ def without_use(config: Config, world_size: int, given: Collection[str]) -> list
         "cache.cluster cache.state"
     )
     idle = {
-        f"{of_ranks} cache.policy cache.tail cache.half_life cache.warm_start": mode != "data",
+        f"{of_ranks} cache.policy cache.tail cache.half_life cache.resident cache.warm_start": (
+            mode != "data"
+        ),
         # Batches by popularity take the hot rows from the slots that a cache would have.
         "cache.rows cache.ratio cache.bytes cache.split cache.statistics": (
             mode != "data" and data.batching == "as_is"

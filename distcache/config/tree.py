@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from distcache.config import choice, counted, least, only_of, share
-from distcache.planner.victims import POLICIES, TAILS
+from distcache.planner.victims import POLICIES, RESIDENT, TAILS
 
 
 @dataclass
@@ -141,6 +141,9 @@ class CacheConfig:
     """`lookahead`: order of the rows without a use in the window: `lru`, `lfu` or `frequency`."""
     half_life: Any = "auto"
     """`lfu`: steps in which counts lose half of their weight; `auto`: from slots and rows used."""
+    resident: str = choice(*RESIDENT)
+    """Tables that stay on the device once their rows have come: `auto`, the smallest, as long as
+    they take at most an eighth of the slots, or all where each row has a slot; or `none`."""
     statistics: str | None = None
     """Folder of distcache.analyze or distcache.preprocess: how often rows are looked up."""
     warm_start: Any = share("auto", "[0, 1]")

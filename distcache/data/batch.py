@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distcache.data.samplers import BatchSpans, SampleOrdering, SampleSpan, Subset
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 from distcache.layout import TableSpec
 
 
@@ -270,13 +270,6 @@ def check_ids(
     or beyond its table is an error (`on_bad_id="error"`), or taken modulo the table's rows
     (`"hash"`). Raises DataError, also for malformed offsets or weights and for float ids.
     """
-    if on_bad_id not in ("error", "hash"):
-        raise ConfigError(f"data.on_bad_id={on_bad_id!r} is not 'error' or 'hash'")
-    if not len(ids.features) == len(table_rows) == len(table_names):
-        raise DataError(
-            f"{len(ids.features)} features, but {len(table_rows)} tables and {len(table_names)} "
-            "table names: give the table that each feature reads"
-        )
     offsets = _checked_offsets(ids)
     values = ids.values.numpy().astype(np.int64, copy=False)
     edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)

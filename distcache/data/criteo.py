@@ -95,26 +95,24 @@ class CriteoBatches(SlicedSource):
         return other
 
     @abstractmethod
-    def read_ids(self, lines: np.ndarray) -> np.ndarray:
-        """Ids `[b, 26]` of samples `lines` int64 `[b]`."""
-
-    @abstractmethod
-    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Dense features float32 `[b, 13]` and labels uint8 `[b]` of samples `lines`."""
+    def values(self, name: str, lines: np.ndarray) -> np.ndarray:
+        """Of samples `lines` int64 `[b]`: `ids` `[b, 26]`, `dense` features float32 `[b, 13]` or
+        `labels` uint8 `[b]`."""
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """See `SlicedSource.take`."""
 
         def load() -> tuple[Tensor, Tensor]:
-            dense, labels = (torch.from_numpy(values) for values in self.read_rest(samples))
-            return dense.to(self.spec.dtype), labels.to(self.spec.dtype)
+            found = (torch.from_numpy(self.values(name, samples)) for name in ("dense", "labels"))
+            dense, labels = (tensor.to(self.spec.dtype) for tensor in found)
+            return dense, labels
 
-        ids, count = self._jagged(self.read_ids(samples)), len(samples)
+        ids, count = self._jagged(self.values("ids", samples)), len(samples)
         return part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
-        return self._jagged(self.read_ids(samples))
+        return self._jagged(self.values("ids", samples))
 
     def order_of(self, chosen: Subset, which: int) -> SampleOrder | BlockOrder:
         """See `SlicedSource.order_of`: neighbours among `chosen` stay near each other."""
@@ -175,13 +173,9 @@ class CriteoArrays(CriteoBatches):
             for rows in self._arrays.values():
                 rows.advise(0, manifest.train_samples, mmap.MADV_RANDOM)
             self._ahead = ReadAhead(self.order, partial(_will_need, list(self._arrays.values())))
-        logger.info(
-            "%s: %s samples, %s held out, fingerprint %s",
-            self.folder,
-            f"{manifest.samples:,}",
-            f"{manifest.samples - manifest.train_samples:,}",
-            manifest.fingerprint[:16],
-        )
+        held_out = manifest.samples - manifest.train_samples
+        said = f"{self.folder}: {manifest.samples:,} samples, {held_out:,} held out"
+        logger.info(f"{said}, fingerprint {manifest.fingerprint[:16]}")
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`."""
@@ -193,21 +187,17 @@ class CriteoArrays(CriteoBatches):
         """See `SlicedSource.will_need`."""
         _will_need(list(self._arrays.values()), start, stop)
 
-    def read_ids(self, lines: np.ndarray) -> np.ndarray:
-        """See `CriteoBatches.read_ids`."""
-        return self._arrays["ids"].take(lines)
-
-    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `CriteoBatches.read_rest`."""
-        dense, labels = self._arrays["dense"].take(lines), self._arrays["labels"].take(lines)
-        if (labels > 1).any():
-            at = int(np.argmax(labels > 1))
+    def values(self, name: str, lines: np.ndarray) -> np.ndarray:
+        """See `CriteoBatches.values`."""
+        found = self._arrays[name].take(lines)
+        if name == "labels" and (found > 1).any():
+            at = int(np.argmax(found > 1))
             raise DataError(
                 f"data.path: {self.folder / 'labels.npy'}: sample {lines[at]} has the label "
-                f"{labels[at]}, not 0 or 1: the file is damaged; see python -m "
+                f"{found[at]}, not 0 or 1: the file is damaged; see python -m "
                 f"distcache.preprocess verify=true output={self.folder}"
             )
-        return dense, labels
+        return found
 
     def counts(self, table: int) -> np.ndarray:
         """How often each row of a table occurs in training samples, int64 `[rows]`, by map."""
@@ -243,8 +233,8 @@ class CriteoSource(CriteoBatches):
     def __init__(self, spec: CriteoSpec) -> None:
         self.bad_lines = BadLines(spec.on_bad_line)
         files = find_files("data.path", spec.paths, "a file of Criteo lines")
-        self._labels, self._dense, self._ids = self._read(files, spec.table_rows)
-        lines = len(self._labels)
+        self._arrays = self._read(files, spec.table_rows)
+        lines = len(self._arrays["labels"])
         train = lines * 6 // 7
         self.bad_lines.report()
         if train == 0:
@@ -253,29 +243,17 @@ class CriteoSource(CriteoBatches):
                 f"data.path: {lines} good lines in {files[0].path}{more} (skipped: "
                 f"{self.bad_lines.example()}); at least 2 are needed to train and hold out"
             )
-        digest = digest_of(self._labels, self._dense, self._ids)
+        digest = digest_of(*self._arrays.values())
         super().__init__(spec, spec.table_rows, lines, train, fingerprint=digest)
-        logger.info(
-            "read %d lines of %d files: %d train, %d held out, %d skipped",
-            lines,
-            len(files),
-            train,
-            lines - train,
-            self.bad_lines.count,
-        )
+        split = f"{train} train, {lines - train} held out, {self.bad_lines.count} skipped"
+        logger.info(f"read {lines} lines of {len(files)} files: {split}")
 
-    def read_ids(self, lines: np.ndarray) -> np.ndarray:
-        """See `CriteoBatches.read_ids`."""
-        return self._ids[lines]
+    def values(self, name: str, lines: np.ndarray) -> np.ndarray:
+        """See `CriteoBatches.values`."""
+        return self._arrays[name][lines]
 
-    def read_rest(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `CriteoBatches.read_rest`."""
-        return self._dense[lines], self._labels[lines]
-
-    def _read(
-        self, files: Sequence[InputFile], table_rows: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Labels uint8 `[n]`, dense float32 `[n, 13]` and ids `[n, 26]` of all files in order."""
+    def _read(self, files: Sequence[InputFile], table_rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """`labels`, `dense` and `ids` of all files in order."""
         try:
             from distcache.data.criteo_text import MAX_LINE, parse_blocks
         except ModuleNotFoundError as error:
@@ -291,6 +269,5 @@ class CriteoSource(CriteoBatches):
 
             blocks = read_text(file, _BLOCK_BYTES, MAX_LINE)
             found += [rows for rows, _ in parse_blocks(blocks, table_rows, on_error)]
-        parts = zip(*((rows.labels, rows.dense, rows.ids) for rows in found), strict=True)
-        labels, dense, ids = map(np.concatenate, parts)
-        return labels, dense, ids
+        names = ("labels", "dense", "ids")
+        return {name: np.concatenate([getattr(rows, name) for rows in found]) for name in names}

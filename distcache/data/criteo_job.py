@@ -83,7 +83,8 @@ Progress = Callable[[str, int, str, int], AbstractContextManager[Any]]
 
 @dataclass
 class Work:
-    """A job's state: settings, inputs, complete parts by name, and bytes of text parsed now."""
+    """A job's state: settings, inputs, complete parts by name, and bytes of text parsed now; then
+    `firsts`: the place of each part's first sample, in order of time, of all and training ones."""
 
     settings: PreprocessSettings
     files: list[InputFile]
@@ -91,6 +92,9 @@ class Work:
     pool: Pool
     parts: dict[str, PartReport] = field(default_factory=dict)
     text_bytes: int = 0
+    firsts: dict[str, int] = field(default_factory=dict)
+    samples: int = 0
+    train_samples: int = 0
 
     @property
     def output(self) -> Path:
@@ -164,10 +168,10 @@ def finish_work(work: Work) -> Manifest:
     """All stages, each going on where it was stopped."""
     open_work(work)
     parse(work)
-    plan = split_samples(work)
-    tables = count_tables(work, plan)
-    assemble(work, plan, tables)
-    manifest = settle_arrays(work, plan, tables)
+    split_samples(work)
+    tables = count_tables(work)
+    assemble(work, tables)
+    manifest = settle_arrays(work, tables)
     write_json(work.output / NAME, asdict(manifest))
     return manifest
 
@@ -282,20 +286,11 @@ def _unparsed(work: Work) -> Iterator[PartTask]:
             write_json(count, found)
 
 
-@dataclass(frozen=True)
-class SamplePlan:
-    """Where the samples go: the place of each part's first one, in order of time."""
-
-    firsts: dict[str, int]
-    samples: int
-    train_samples: int
-
-
-def split_samples(work: Work) -> SamplePlan:
+def split_samples(work: Work) -> None:
     """The order of all samples and how many of them train. Raises DataError for too few."""
-    firsts, samples, before_last = dict[str, int](), 0, 0
+    samples = before_last = 0
     for name, part in sorted(work.parts.items()):
-        firsts[name] = samples
+        work.firsts[name] = samples
         samples += part.samples
         if part.file < len(work.files) - 1:
             before_last = samples
@@ -308,15 +303,15 @@ def split_samples(work: Work) -> SamplePlan:
             "data, or split=none"
         )
     logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
-    return SamplePlan(firsts, samples, count)
+    work.samples, work.train_samples = samples, count
 
 
-def count_tables(work: Work, plan: SamplePlan) -> list[TableReport]:
+def count_tables(work: Work) -> list[TableReport]:
     """Counts of every table over the training samples, and the vocabularies."""
     settings = work.settings
     rows, bag = settings.table_rows or [None] * IDS, settings.multi_hot or [1] * IDS
     todo = [table for table in range(IDS) if read_table_report(table_folder(work, table)) is None]
-    runs, missing = _training_runs(work, plan) if todo else ([], [])
+    runs, missing = _training_runs(work) if todo else ([], [])
     tasks = [
         TableTask(
             table=table,
@@ -345,14 +340,14 @@ def table_folder(work: Work, table: int) -> Path:
     return work.folder / "tables" / f"{table:02d}"
 
 
-def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[int]]:
+def _training_runs(work: Work) -> tuple[list[list[Run]], list[int]]:
     """Runs of each table over the training samples, and how many of them lack an id."""
     runs: list[list[Run]] = [[] for _ in range(IDS)]
     missing = np.zeros(IDS, dtype=np.int64)
-    for name, first in plan.firsts.items():
+    for name, first in work.firsts.items():
         report, path = work.parts[name], work.part_file(name)
         lengths, absent, dtype = report.lengths, report.missing, report.id_dtype
-        left = plan.train_samples - first
+        left = work.train_samples - first
         if left <= 0:
             break
         if left < report.samples:
@@ -367,26 +362,26 @@ def _training_runs(work: Work, plan: SamplePlan) -> tuple[list[list[Run]], list[
     return runs, missing.tolist()
 
 
-def assemble(work: Work, plan: SamplePlan, tables: list[TableReport]) -> None:
+def assemble(work: Work, tables: list[TableReport]) -> None:
     """Write every part's samples to their place in the arrays."""
     made = work.folder / "arrays.json"
     if read_json(made) is None:  # none that an older result or a run killed meanwhile has left
-        make_arrays(work.output, plan.samples, id_dtype([report.rows for report in tables]))
-        write_json(made, plan.samples)
+        make_arrays(work.output, work.samples, id_dtype([report.rows for report in tables]))
+        write_json(made, work.samples)
     words = [] if work.settings.table_rows else [(table_folder(work, r.table), r) for r in tables]
-    files = {name: work.part_file(name, ".rows") for name in plan.firsts}
+    files = {name: work.part_file(name, ".rows") for name in work.firsts}
     tasks = [
         AssembleTask(files[name], work.parts[name].samples, first, work.output, words)
-        for name, first in plan.firsts.items()
+        for name, first in work.firsts.items()
         if files[name].exists()
     ]
-    done = plan.samples - sum(task.samples for task in tasks)
-    with work.progress("write", plan.samples, "sample", done) as bar:
+    done = work.samples - sum(task.samples for task in tasks)
+    with work.progress("write", work.samples, "sample", done) as bar:
         for task, _ in work.pool.run(assemble_part, tasks):
             bar.update(task.samples)
 
 
-def settle_arrays(work: Work, plan: SamplePlan, tables: list[TableReport]) -> Manifest:
+def settle_arrays(work: Work, tables: list[TableReport]) -> Manifest:
     """Bring the arrays to the disk, hash them, and describe everything."""
     names = ["labels.npy", "dense.npy", "ids.npy"]
     for kind in ("counts", "vocabulary") if work.settings.mode == "vocabulary" else ("counts",):
@@ -413,8 +408,8 @@ def settle_arrays(work: Work, plan: SamplePlan, tables: list[TableReport]) -> Ma
         lines[part.file] += part.lines
         samples[part.file] += part.samples
     return Manifest(
-        samples=plan.samples,
-        train_samples=plan.train_samples,
+        samples=work.samples,
+        train_samples=work.train_samples,
         table_rows=tuple(report.rows for report in tables),
         mode=settings.mode,
         multi_hot=None if settings.multi_hot is None else tuple(settings.multi_hot),

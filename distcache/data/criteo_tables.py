@@ -339,8 +339,13 @@ def _vocabulary(task: TableTask, path: Path) -> TableReport:
     names = np.lib.format.open_memmap(named, "w+", dtype, (entries + FIRST,))
     # Rows of a count begin after all rows of higher counts.
     begin = FIRST + (entries - np.cumsum(numbers))
-    with (folder / "rows.bin").open("wb") as rows_file:
-        for values, counts in _chunks(folder, dtype, entries):
+    with (
+        (folder / "values.bin").open("rb") as ids,
+        (folder / "sums.bin").open("rb") as sums,
+        (folder / "rows.bin").open("wb") as rows_file,
+    ):
+        for _ in range(0, entries, _CHUNK):
+            values, counts = np.fromfile(ids, dtype, _CHUNK), np.fromfile(sums, np.int64, _CHUNK)
             kind = np.searchsorted(distinct, counts)
             order = np.argsort(kind, kind="stable")
             kinds = kind[order]
@@ -375,17 +380,8 @@ def _select(
             values.tofile(to_values)
             counts.tofile(to)
             found, times = np.unique(counts, return_counts=True)
-            distinct, places = np.unique(np.concatenate((distinct, found)), return_inverse=True)
-            summed = np.zeros(len(distinct), dtype=np.int64)
-            np.add.at(summed, places, np.concatenate((numbers, times)))
-            numbers = summed
+            distinct, numbers = _merge((distinct, found), (numbers, times))
     return entries, outside, (distinct, numbers), dtype
-
-
-def _chunks(folder: Path, dtype: np.dtype, entries: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    with (folder / "values.bin").open("rb") as values, (folder / "sums.bin").open("rb") as sums:
-        for _ in range(0, entries, _CHUNK):
-            yield np.fromfile(values, dtype, _CHUNK), np.fromfile(sums, np.int64, _CHUNK)
 
 
 def _write_counts(path: Path, first: list[int], distinct: np.ndarray, numbers: np.ndarray) -> None:

@@ -9,9 +9,11 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -125,16 +127,12 @@ class ParquetSpec:
         return found + [(n, "data.weight_columns", ("float", "integer"), True) for n in weights]
 
 
-_KINDS = {
-    "integer": (pa.types.is_integer,),
-    "float": (pa.types.is_floating,),
-    "bool": (pa.types.is_boolean,),
-    "string": (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-    ),
+_STRINGS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+_KINDS: dict[str, Callable[[pa.DataType], bool]] = {
+    "integer": pa.types.is_integer,
+    "float": pa.types.is_floating,
+    "bool": pa.types.is_boolean,
+    "string": _STRINGS.__contains__,
 }
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
@@ -145,10 +143,8 @@ def kind_of(type_: pa.DataType) -> tuple[str, bool]:
     inner = type_.value_type if is_list else type_
     if pa.types.is_dictionary(inner):
         inner = inner.value_type
-    for name, tests in _KINDS.items():
-        if any(test(inner) for test in tests):
-            return name, is_list
-    return str(inner), is_list
+    kinds = (name for name, test in _KINDS.items() if test(inner))
+    return next(kinds, str(inner)), is_list
 
 
 _NULL = "there is no value (null); data.nulls=zero or data.nulls=empty says what to take"
@@ -279,10 +275,7 @@ class Column:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The same for strings: every distinct one is turned into an id once."""
         coded = flat if pa.types.is_dictionary(flat.type) else flat.dictionary_encode()
-        words = [
-            text.encode() if isinstance(text, str) else text
-            for text in coded.dictionary.to_pylist()
-        ]
+        words = coded.dictionary.cast(pa.large_binary()).to_pylist()
         convert = hashed if self.spec.string_ids == "hash" else hexadecimal
         table = convert([text or b"" for text in words], rows)
         codes, missing = _decoded(coded.indices)
@@ -356,13 +349,6 @@ class BlockCache(Generic[T]):
             return block
 
 
-_OPEN_FILES = 16
-"""Files that are kept open at a time."""
-
-_DAMAGE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError)
-"""What pyarrow raises for a damaged file."""
-
-
 def has_checksum(page: bytes) -> bool:
     """Whether a page whose header (Thrift, compact protocol) begins so has a checksum, the field
     after kind, size and compressed size of the page, which are always there."""
@@ -396,12 +382,12 @@ class ParquetFiles:
     def __init__(self, files: Sequence[InputFile], spec: ParquetSpec) -> None:
         self.files, self.spec = list(files), spec
         self._lock = threading.Lock()
-        self._open = BlockCache[pq.ParquetFile](_OPEN_FILES)
+        self._opened = lru_cache(16)(_open_file)  # so many files are open at a time
         self.row_groups: list[RowGroup] = []
         self.unchecked = 0
         first: dict[str, tuple[pa.DataType, InputFile]] = {}
         for index, file in enumerate(self.files):
-            opened = self._opened(index)
+            opened = self._opened(file)
             _check_schema(file, opened.schema_arrow, spec, first)
             before = 0
             for number in range(opened.metadata.num_row_groups):
@@ -409,8 +395,9 @@ class ParquetFiles:
                 if rows > 0:
                     self.row_groups.append(RowGroup(index, number, rows, before))
                 before += abs(rows)
-            if before != opened.metadata.num_rows:
-                raise _damaged(file, ValueError("its row groups do not add up to its rows"))
+            with _reading(file):
+                if before != opened.metadata.num_rows:
+                    raise pa.ArrowInvalid("its row groups do not add up to its rows")
             if before:
                 with file.open() as stream:
                     # That of one page: whoever writes a file writes them for all or for none.
@@ -438,14 +425,10 @@ class ParquetFiles:
     def read(self, group: RowGroup, columns: Sequence[str]) -> Mapping[str, Column]:
         """Some columns of a row group, whole, by name."""
         file = self.files[group.file]
-        with self._lock:
-            opened = self._opened(group.file)
-            try:
-                table = opened.read_row_group(group.number, list(columns), use_threads=False)
-                table.validate(full=True)  # damaged text and dictionaries
-            except _DAMAGE as error:
-                file.check_unchanged()
-                raise _damaged(file, error) from error
+        with self._lock, _reading(file):
+            opened = self._opened(file)
+            table = opened.read_row_group(group.number, list(columns), use_threads=False)
+            table.validate(full=True)  # damaged text and dictionaries
         file.check_unchanged()
         found = {name: table.column(name).unify_dictionaries().combine_chunks() for name in columns}
         short = [name for name, column in found.items() if len(column) != group.rows]
@@ -459,27 +442,26 @@ class ParquetFiles:
             for name, values in found.items()
         }
 
-    def _opened(self, index: int) -> pq.ParquetFile:
-        """The file's reader, the same file as was found."""
-        file = self.files[index]
 
-        def opened() -> pq.ParquetFile:
-            file.check_unchanged()
-            try:
-                return pq.ParquetFile(file.path, page_checksum_verification=True)
-            except _DAMAGE as error:
-                file.check_unchanged()
-                raise _damaged(file, error) from error
-
-        return self._open.get(index, 1, opened)
+def _open_file(file: InputFile) -> pq.ParquetFile:
+    """The file's reader, the same file as was found."""
+    file.check_unchanged()
+    with _reading(file):
+        return pq.ParquetFile(file.path, page_checksum_verification=True)
 
 
-def _damaged(file: InputFile, error: BaseException) -> DataError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return DataError(
-        f"{file.path} is no Parquet file that can be read ({first}); write it again, or leave it "
-        "out of data.path"
-    )
+@contextmanager
+def _reading(file: InputFile) -> Iterator[None]:
+    """A DataError for what pyarrow raises where `file` is damaged, or has changed."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+        file.check_unchanged()
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{file.path} is no Parquet file that can be read ({first}); write it again, or leave "
+            "it out of data.path"
+        ) from error
 
 
 def _check_schema(
@@ -532,13 +514,12 @@ class ParquetSource(SlicedSource):
         self.files = ParquetFiles(files, spec)
         groups = self.files.row_groups
         rows = np.array([group.rows for group in groups], dtype=np.int64)
-        trains = sum(group.file < own for group in groups)
         if spec.held_out_paths is None:
             total = int(rows.sum())
             share = Fraction(spec.held_out).limit_denominator(10_000)
             train = total - -(-total * share.numerator // share.denominator)
         else:
-            train = int(rows[:trains].sum())
+            train = int(rows[: sum(group.file < own for group in groups)].sum())
         if train == 0:
             raise DataError(
                 f"data.path: {files[0].path} leaves nothing to train on: {int(rows.sum())} rows, "
@@ -547,26 +528,19 @@ class ParquetSource(SlicedSource):
         self._split(rows, train)
         self.vocabulary = f"parquet columns, strings by {spec.string_ids}"
         self.identity = self._identity(train)
-        largest = int(rows.max())
-        limit = self.order.widest + largest
+        limit = self.order.widest + int(rows.max())
         self._ids, self._rest = BlockCache[list[BagColumn]](limit), BlockCache[tuple](limit)
         logger.info(
             "%d Parquet files with %d row groups: %d samples train, %d are held out; a rank keeps "
             "at most %d decoded samples",
-            len(files),
-            len(groups),
-            train,
-            int(rows.sum()) - train,
-            limit,
+            *(len(files), len(groups), train, int(rows.sum()) - train, limit),
         )
         if self.files.unchecked:
-            text = (
+            logger.info(
                 "%d of the Parquet files have no page checksums, without which damaged values may "
+                "be read: write them (pyarrow: write_page_checksum=True), or set data.verify=true",
+                self.files.unchecked,
             )
-            text += (
-                "be read: write them (pyarrow: write_page_checksum=True), or set data.verify=true"
-            )
-            logger.info(text, self.files.unchecked)
 
     def _identity(self, train: int) -> dict[str, str]:
         """See `BatchSource.identity`: the samples, what is made of them, and their order."""
@@ -656,13 +630,12 @@ class ParquetSource(SlicedSource):
         self, groups: np.ndarray, samples: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense features `[b, F_dense]` and labels `[b]` of some samples; reads these alone."""
-        dense = torch.ones(len(samples), self.dense_features, dtype=self.spec.dtype)
+        dense = torch.empty(len(samples), self.dense_features, dtype=self.spec.dtype)
         labels = torch.empty(len(samples), dtype=self.spec.dtype)
         used, where = _by_group(groups)
         for group, at in zip(used, where, strict=True):
             own_dense, own_labels = self._dense_of(group)
-            if self.spec.dense_columns:
-                dense.numpy()[at] = own_dense[samples[at]]
+            dense.numpy()[at] = own_dense[samples[at]]
             labels.numpy()[at] = own_labels[samples[at]]
         return dense, labels
 
@@ -688,7 +661,7 @@ class ParquetSource(SlicedSource):
         def decode() -> tuple[np.ndarray, np.ndarray]:
             names = dict.fromkeys((spec.label_column, *spec.dense_columns))
             columns = self.files.read(group, list(names))
-            dense = np.empty((group.rows, len(spec.dense_columns)), dtype=np.float32)
+            dense = np.ones((group.rows, self.dense_features), dtype=np.float32)
             for at, name in enumerate(spec.dense_columns):
                 dense[:, at] = columns[name].dense()
             return dense, columns[spec.label_column].labels()
@@ -719,7 +692,6 @@ def _by_group(groups: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
     """The distinct row groups, ascending, and where in the batch each one's samples stand."""
     if not len(groups):
         return [], []
-    used, inverse = np.unique(groups, return_inverse=True)
-    order = np.argsort(inverse, kind="stable")
-    cuts = np.cumsum(np.bincount(inverse))[:-1]
-    return used.tolist(), np.split(order, cuts)
+    used, counts = np.unique(groups, return_counts=True)
+    order = np.argsort(groups, kind="stable")
+    return used.tolist(), np.split(order, np.cumsum(counts)[:-1])

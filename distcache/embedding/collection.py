@@ -131,6 +131,16 @@ class CachedCollection(Copied):
         """Where the cache lies and the embeddings come out."""
         return self._member.recipe.device
 
+    @property
+    def resets_evicted(self) -> bool:
+        """Whether rows start anew whose ids TorchRec's collision modules evict."""
+        return self._recipe.settings.reset_evicted
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """That in which embeddings come out."""
+        return self._recipe.settings.dtype
+
     def fused_optimizer(self) -> RowOptimizer:
         """The optimizer, by the name that it has in TorchRec's fused collections."""
         return self.optimizer
@@ -390,13 +400,23 @@ class CachedCollection(Copied):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The empty parameter whose `requires_grad` freezes; none without `recurse`.
+        """The empty parameter whose `requires_grad` freezes; in its place the tables, once
+        `apply_optimizer_in_backward` was called on some, for TorchRec's filters of parameters.
 
-        DDP asks module by module, without `recurse`, for what it must reduce: it would wait for a
-        gradient that this one never gets.
+        None without `recurse`: DDP asks so, module by module, for what it must reduce, and would
+        wait for a gradient that this one never gets. A module around, and torch.export (which asks
+        for duplicates), see the empty one, for tables would be broadcast, or be in the program.
         """
-        if recurse:
+        weights = {} if self._copied or not remove_duplicate else self._member.weights
+        if recurse and any(hasattr(own, "_in_backward_optimizers") for own in weights.values()):
+            start = f"{prefix}." if prefix else ""
+            yield from ((start + self._key_of(name), own) for name, own in weights.items())  # type: ignore[misc]
+        elif recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The empty parameter, never a table, of which an optimizer would have state."""
+        return iter([self.trainable] if recurse else [])
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -446,7 +466,7 @@ class CachedCollection(Copied):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """`.to()` and the like: they may say where the cache will lie; once it is made, they may
         only ask for what is so."""
-        dtype, device = self._recipe.settings.dtype, self.device
+        dtype, device = self._dtype, self.device
         try:
             probe = fn(torch.empty(0, dtype=dtype, device=device))
         except NotImplementedError:  # 'meta' has no data that could be copied, nor is there any

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.link import Link, host_link
 from distcache.embedding.collection import CachedCollection
-from distcache.embedding.ids import ReadIds
+from distcache.embedding.ids import ReadIds, drawn
 from distcache.embedding.open_step import OpenStep
 from distcache.errors import ConfigError, DataError, DistcacheError, PeerError, PlanError
 
@@ -428,9 +429,25 @@ class Collisions:
             elif where is not None and known is not None and not (same and coming.foreseen):
                 features = whole.own(known.raw.source, self.ordered(known.raw.source), rank)
                 where.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
+            if own.resets_evicted and self._begin_anew(own):
+                coming.place = None if isinstance(where, OpenStep) else coming.place
         if coming.repeats or own.tables.world.size > 1:
             coming.features = whole.own(coming.raw, coming.ordered, rank)
         return coming.features
+
+    def _begin_anew(self, own: CachedCollection) -> bool:
+        """Let the rows of ids that were evicted just now start anew, before the batch reads them,
+        but for frozen tables; whether there are any. By all ranks."""
+        evicted, found = self.maps.mcc.evict(), dict[int, tuple[np.ndarray, Tensor]]()
+        for at, config in enumerate(own._recipe.configs):
+            ids = evicted.get(config.name)
+            if ids is not None and ids.numel() and config.name not in own.frozen:
+                ids = ids.cpu().unique()
+                seed = f"{own.tables.settings.seed or 0}/{at}/{self.maps.count}"
+                found[at] = ids.numpy(), drawn(config, len(ids), seed)
+        if found:
+            own.tables.begin_anew(found)
+        return bool(found)
 
     def place(
         self, own: CachedCollection, features: KeyedJaggedTensor

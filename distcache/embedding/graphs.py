@@ -1,11 +1,12 @@
 """A collection in graphs that others make of a model: one node for torch.fx, one operator for
-torch.export, and what TorchRec's IR serializer makes of it.
+torch.export; and what TorchRec's IR and its quantizers make of it.
 
 No graph has tables in it, nor memory that others share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Sequence
@@ -95,28 +96,99 @@ def as_node(collection: nn.Module, features: Any, *others: Any) -> Any:
     return features.tracer.create_proxy("call_module", name, (features, *others), {})
 
 
-def let_ir_take(kind: type[nn.Module]) -> None:
-    """Let TorchRec's IR serializer, where it is installed (TorchRec's wheels leave it out), take
-    collections of this class for its own: what it reads back is TorchRec's."""
-    try:
-        ir = importlib.import_module("torchrec.ir.serializer")
-    except ImportError:
-        return
-    theirs, known = ir.EBCJsonSerializer, ir.JsonSerializer.module_to_serializer_cls
-    name = ir.qualname(kind)
-    if name in known:
-        return
+# -----------------------------------------------------------------------------
+# What TorchRec does by the exact class of a collection.
 
-    class Serializer(theirs):  # type: ignore[misc, valid-type]
+
+def tell_torchrec(kind: type[nn.Module]) -> None:
+    """Let TorchRec's tools that go by the class of a collection know this one, of bags or rows."""
+    for path, tell in ((_QUANTIZERS, _tell_quantizers), (_IR, _tell_ir)):
+        with contextlib.suppress(ImportError, OSError, AttributeError):  # as in `theirs`
+            tell(kind, importlib.import_module(path))
+
+
+_QUANTIZERS, _IR = "torchrec.inference.modules", "torchrec.ir.serializer"
+"""Where they are; TorchRec's wheels leave the second out."""
+
+
+class _Quantization:
+    """Stands where TorchRec's quantizers have torch's `quantization`: what they ask of collections
+    of TorchRec's they ask of those that take their place too."""
+
+    def __init__(self, torchs: Any) -> None:
+        self._torchs, self.kinds = torchs, dict[type[nn.Module], type[nn.Module]]()
+
+    def quantize_dynamic(
+        self, model: nn.Module, qconfig_spec: dict[Any, Any], mapping: dict[Any, Any], **how: Any
+    ) -> nn.Module:
+        """torch's, whose `qconfig_spec` and `mapping` are by class; by all ranks."""
+        for own, theirs in self.kinds.items():
+            for by_class in (qconfig_spec, mapping):
+                if theirs in by_class:
+                    by_class.setdefault(own, by_class[theirs])
+        return self._torchs.quantize_dynamic(model, qconfig_spec, mapping=mapping, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torchs, name)
+
+
+def _tell_quantizers(kind: type[nn.Module], inference: Any) -> None:
+    bags = issubclass(kind, EmbeddingBagCollectionInterface)
+    theirs = inference.EmbeddingBagCollection if bags else inference.EmbeddingCollection
+    if not isinstance(inference.quant, _Quantization):
+        inference.quant = _Quantization(inference.quant)
+    inference.quant.kinds[kind], by_name = theirs, inference.DEFAULT_QUANT_MAPPING
+    by_name[torch.typename(kind)] = by_name[torch.typename(theirs)]
+
+
+_KEY = "cached_as"
+"""Of the metadata of a collection in a program: the class that it had, which TorchRec ignores."""
+
+
+def _tell_ir(kind: type[nn.Module], ir: Any) -> None:
+    """A program has a collection of this class under the name of TorchRec's: what comes back is one
+    of this class, without an optimizer, or TorchRec's where nobody has called this."""
+    theirs, known = ir.EBCJsonSerializer, ir.JsonSerializer.module_to_serializer_cls
+    name, stock = ir.qualname(kind), ir.qualname(theirs._module_cls)
+    if name in known or not issubclass(kind, EmbeddingBagCollectionInterface):
+        return
+    before, around = known[stock], known[ir.qualname(ir.FPEBCJsonSerializer._module_cls)]
+
+    class Serializer(before):  # type: ignore[misc, valid-type]
         _module_cls = EmbeddingBagCollectionInterface
 
         @classmethod
         def swap_meta_forward(cls, module: Any) -> None:
             """After `ir_metadata` was written under this class' name: write it under theirs."""
-            said = {"typename": ir.qualname(theirs._module_cls)}
-            said["metadata_dict"] = cls.serialize_to_dict(module)
-            data = bytearray(json.dumps(said).encode())
-            module.ir_metadata = torch.frombuffer(data, dtype=torch.uint8)
+            if ir.qualname(module) == name:
+                told = cls.serialize_to_dict(module) | {_KEY: name}
+                data = json.dumps({"typename": stock, "metadata_dict": told}).encode()
+                module.ir_metadata = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             super().swap_meta_forward(module)
 
-    known[name] = Serializer
+        @classmethod
+        def deserialize_from_dict(
+            cls, metadata_dict: Any, device: Any = None, unflatten_ep: Any = None
+        ) -> Any:
+            if metadata_dict.get(_KEY) != name:
+                return super().deserialize_from_dict(metadata_dict, device, unflatten_ep)
+            where = ir.get_deserialized_device(metadata_dict.get("device"), device)
+            told = metadata_dict | {_KEY: "", "device": None}
+            like = super().deserialize_from_dict(told, torch.device("meta"), unflatten_ep)
+            return kind(like.embedding_bag_configs(), like.is_weighted(), where)
+
+    class Around(around):  # type: ignore[misc, valid-type]
+        @classmethod
+        def deserialize_from_dict(
+            cls, metadata_dict: Any, device: Any = None, unflatten_ep: Any = None
+        ) -> Any:
+            own = unflatten_ep._embedding_bag_collection
+            if isinstance(own, kind):  # theirs wants its own class
+                args = own.embedding_bag_configs(), own.is_weighted(), torch.device("meta")
+                unflatten_ep._embedding_bag_collection = theirs._module_cls(*args)
+            made = super().deserialize_from_dict(metadata_dict, device, unflatten_ep)
+            made._embedding_bag_collection = own
+            return made
+
+    known[name] = known[stock] = Serializer
+    known[ir.qualname(around._module_cls)] = Around

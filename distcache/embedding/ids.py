@@ -127,9 +127,7 @@ def initial_change(
     given, bound = config.init_fn, math.sqrt(1.0 / config.num_embeddings)
 
     def fill(weight: Tensor) -> None:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(zlib.crc32(f"{seed}/{table}".encode()))
-            given(weight)
+        _fill(weight, given, f"{seed}/{table}")
 
     def map_range(weight: Tensor) -> None:
         weight.div_(2 * bound).add_(0.5).mul_(high - low).add_(low).clamp_(low, high)
@@ -139,6 +137,19 @@ def initial_change(
         return fill
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
     return None if (low, high) == (-bound, bound) else map_range
+
+
+def drawn(config: BaseEmbeddingConfig, rows: int, seed: str) -> Tensor:
+    """Initial rows `[rows, D]`, as the config's `init_fn` draws them by this seed."""
+    weight = torch.empty(rows, config.embedding_dim, device="cpu")
+    _fill(weight, config.init_fn, seed)
+    return weight
+
+
+def _fill(weight: Tensor, init_fn: Callable[[Tensor], Any], seed: str) -> None:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(zlib.crc32(seed.encode()))
+        init_fn(weight)
 
 
 # -----------------------------------------------------------------------------

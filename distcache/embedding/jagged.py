@@ -75,7 +75,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         (8 to 64, by the first batch) and `prefetch=1`, optimizer steps that ids are known, and rows
         may move, ahead;
         `policy="lookahead"|"lfu"|"lru"|"frequency"|"static"`, with
-        `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`;
+        `tail="lfu"|"lru"|"frequency"` and `half_life="auto"|steps`; `resident="auto"|"none"`: the
+        smallest tables stay once their rows have come;
         `statistics`, a folder of distcache.analyze or distcache.preprocess or a `Statistics`, with
         `warm_start` and `split` as the keys of group `cache` (`batch_size`: samples of an
         optimizer step over all ranks, for `split="by_curve"` and `policy="static"`);
@@ -85,7 +86,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`;
         `init="auto"|"torch"|"seed"`, initial rows by torch's generator as in TorchRec, or a
         function of `seed` (`"auto"`: torch's for up to 256 MiB of tables where no seed is given);
-        `on_bad_id="error"|"hash"` (modulo the table's rows).
+        `on_bad_id="error"|"hash"` (modulo the table's rows); `reset_evicted=False`: whether rows
+        start anew whose ids TorchRec's collision modules evict.
 
         Raises ConfigError, on every rank, and MemoryTooSmallError where host or device memory
         does not hold the tables or the cache.
@@ -94,7 +96,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
-        graphs.let_ir_take(type(self))
+        graphs.tell_torchrec(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -192,6 +194,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_configs: list[EmbeddingConfig] = self._recipe.configs
+        graphs.tell_torchrec(type(self))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
@@ -260,3 +263,6 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             )
             for at, name in enumerate(names)
         }
+
+
+graphs.tell_torchrec(CachedEmbeddingBagCollection)  # for programs that are loaded

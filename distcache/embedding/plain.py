@@ -50,7 +50,8 @@ class CachedModule(CachedCollection):
         self.num_embeddings, self.embedding_dim = table.shape
         self.padding_idx = table.padding_idx
         *ours, settings = ours
-        self._make([table], *ours, settings | {"dtype": table.dtype})
+        dtype = table.dtype if table.data_type == "FP32" else torch.float32
+        self._make([table], *ours, settings | {"dtype": dtype})
         pad = table.padding_idx
         self.reader = TensorReader(self.reader.lookups, self._pooled, pad, to_end)
 
@@ -59,6 +60,10 @@ class CachedModule(CachedCollection):
 
     def _key_of(self, table: str) -> str:
         return "weight"
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._table.dtype
 
     @property
     def weight(self) -> Tensor:
@@ -169,9 +174,10 @@ class CachedEmbeddingBag(CachedModule):
         weights = None
         if per_sample_weights is not None:
             weights = self.reader.weights(step.reads[micro], given, self.device)
+            weights = weights.to(self._recipe.settings.dtype)
         pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
         self._refuse_gradients([pooled])
-        return pooled
+        return pooled.to(self._table.dtype)
 
 
 class CachedEmbedding(CachedModule):
@@ -244,8 +250,8 @@ class CachedEmbedding(CachedModule):
         self._refuse_gradients([rows])
         if taken is not None:  # the others are padding
             pad, at = all_to_device([self._padding_row(), taken], rows.device)
-            rows = pad.expand(input.numel(), -1).index_copy(0, at, rows)
-        return rows.view(shape)
+            rows = pad.to(rows.dtype).expand(input.numel(), -1).index_copy(0, at, rows)
+        return rows.view(shape).to(self._table.dtype)
 
     def _padding_row(self) -> Tensor:
         """The row of `padding_idx`, which no step changes, so that the one in the store counts."""

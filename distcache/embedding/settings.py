@@ -47,6 +47,7 @@ class CacheSettings(CacheConfig):
     seed: int | None = least(0, None)
     on_bad_id: str = choice("error", "hash")
     on_nonfinite: str = choice("off", "skip", "stop")
+    reset_evicted: bool = False
 
     def __post_init__(self) -> None:
         for own in fields(self):
@@ -60,7 +61,12 @@ class CacheSettings(CacheConfig):
                     f"{name}={value!r} must be {auto}a whole number of at least {bound}"
                 )
         if self.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"dtype={self.dtype} is not torch.float32 or torch.float64")
+            raise ConfigError(
+                f"dtype={self.dtype} is not torch.float32 or torch.float64, in which rows are "
+                "updated: half precision is a table's, by data_type= of its config"
+            )
+        if not isinstance(self.reset_evicted, bool):
+            raise ConfigError(f"reset_evicted={self.reset_evicted!r} is not True or False")
         given = self.statistics
         if not (given is None or isinstance(given, str | PathLike | Statistics)):
             raise ConfigError(
@@ -100,7 +106,7 @@ class CacheSettings(CacheConfig):
     @property
     def policy_settings(self) -> Policy:
         """Which rows leave first."""
-        return Policy.of(self.policy, self.tail, self.half_life)
+        return Policy.of(self)
 
     @property
     def window(self) -> int:

@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -544,6 +545,14 @@ class CollectionTables:
         self.engine.forget()
         for index, source in found.items():
             self.whole.fill(index, source)
+
+    def begin_anew(self, found: Mapping[int, tuple[np.ndarray, Tensor]]) -> None:
+        """Let rows of tables, by index, be these: ids int64 `[n]` and weights `[n, D]`, with the
+        state of new rows; between two steps."""
+        self._let_go("rows of evicted ids start anew")
+        self.engine.forget()
+        for index, rows in found.items():
+            self.whole.begin_anew(index, *rows)
 
     def require_between_steps(self, work: str) -> None:
         """Raise PlanError where row gradients wait to be applied, before `work`."""

@@ -74,6 +74,12 @@ def lookahead(
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     found = _collections(ebc)
+    resets = [own for own in found if own.reader.collisions and own.resets_evicted]
+    if resets and accumulate > 1:
+        raise ConfigError(
+            f"accumulate={accumulate} with reset_evicted=True: rows would start anew in the middle "
+            "of a step that has gradients of them; leave out one of the two"
+        )
     finders = _finders(ids, found)
     if len(found) > 1:
 

@@ -59,6 +59,12 @@ class PlainTable:
         return self.shape[1]
 
     @property
+    def data_type(self) -> str:
+        """Of the stored rows, as TorchRec names it; those of half precision are updated in
+        float32."""
+        return {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(self.dtype, "FP32")
+
+    @property
     def feature_names(self) -> list[str]:
         """What reads it: the module's input."""
         return [self.name]

@@ -577,13 +577,15 @@ class StepResult:
 
     `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite
     (then nothing was applied); `stop`: whether some rank asked to stop after this step; `save`:
-    whether some rank asked for a checkpoint, and none is busy with one.
+    whether some rank asked for a checkpoint, and none is busy with one; `waits`: whether some asked
+    for one, and some is busy.
     """
 
     loss: float
     bad_ranks: tuple[int, ...]
     stop: bool
     save: bool = False
+    waits: bool = False
 
 
 STOP, SAVE, BUSY = 1, 2, 4
@@ -612,7 +614,8 @@ def agreement(said: Tensor) -> StepResult:
     if not math.isfinite(total):  # as it is where one of them is not
         bad = tuple(rank for rank, (loss, _) in enumerate(by_rank) if not math.isfinite(loss))
         bad = bad or tuple(range(len(by_rank)))
-    return StepResult(total, bad, bool(asked & STOP), asked & (SAVE | BUSY) == SAVE)
+    save, busy = bool(asked & SAVE), bool(asked & BUSY)
+    return StepResult(total, bad, bool(asked & STOP), save and not busy, save and busy)
 
 
 class Control(NamedTuple):

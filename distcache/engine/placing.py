@@ -59,7 +59,7 @@ class CacheRequest:
     @property
     def policy(self) -> Policy:
         """Which rows leave first."""
-        return Policy.of(self.keys.policy, self.keys.tail, self.keys.half_life)
+        return Policy.of(self.keys)
 
     @property
     def state(self) -> str:

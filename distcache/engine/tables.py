@@ -30,6 +30,7 @@ from distcache.engine.gradients import (
 from distcache.engine.groups import TableSettings, make_groups
 from distcache.engine.movement import Mover, RowChoice, marked_ids
 from distcache.engine.queue import StepStream
+from distcache.engine.start import make_planner, make_rows, warm_up
 from distcache.engine.step import (
     RETURN_ROWS,
     SHARE_LATE,
@@ -40,7 +41,7 @@ from distcache.engine.step import (
     Stage,
     running,
 )
-from distcache.engine.whole import WholeTables, make_planner, make_rows, warm_up
+from distcache.engine.whole import WholeTables
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.ops import put

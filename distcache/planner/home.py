@@ -23,7 +23,7 @@ from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner import loops, request_loops
 from distcache.planner.threads import ALONE
-from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped, make_ranking
+from distcache.planner.victims import AUTO, DEFAULT, PINNED, Policy, grouped, make_ranking
 
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
@@ -236,7 +236,11 @@ class HomeDecision:
 
 
 class Layout(Protocol):
-    """The rows of homes, as `layout.RowLayout` and `shard.HotLayout` number them."""
+    """The rows of homes, as `layout.RowLayout` and `shard.HotLayout` number them: `offsets` int64:
+    the first row of each table, and how many rows all have."""
+
+    world_size: int
+    offsets: np.ndarray
 
     @property
     def local_rows(self) -> int:
@@ -373,11 +377,12 @@ class Planner:
 def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.Home:
     """A home of which nothing is known; `slots`: of the largest part; see `loops.Home`."""
     count = parts.count
+    index = np.full((count, parts.part_rows, 2), -1, np.int32)
+    index[..., loops.HELD] = -loops.LEVELS
     return loops.Home(
-        index=np.full((count, parts.part_rows, 2), -1, np.int32),
+        index=index,
         row_of=np.full((count, slots), -1, np.int32),
         table=np.empty((count, slots + loops.STEPS + steps + keys, 4), np.int32),
-        classes=np.empty((count, 0), np.uint8),
         keys=np.zeros(count, np.int64),
         waiting=np.empty((count, 2), np.int32),
         begins=np.zeros((count, steps), np.int64),
@@ -387,12 +392,22 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
     )
 
 
+def resident_rows(policy: Policy, layout: Layout, home: int, slots: int) -> Iterator[np.ndarray]:
+    """The local rows of `home`, int64, of the tables that stay; see `Policy.resident_tables`."""
+    world = layout.world_size
+    for first, last in policy.resident_tables(layout.offsets, slots * world):
+        local = np.arange(first // world, -(-last // world))
+        rows = layout.row(home, local)
+        yield local[(rows >= first) & (rows < last)]
+
+
 class HomePlanner(Planner):
     """Plans the rows of `home` into its own range of `slots` device slots.
 
     `prefetch` is P. A step is decided when the ids through step + L are ingested (or the stream
     ended). `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen;
-    `PINNED` rows leave where no other can, whatever the policy. Its index is 8 bytes per local row:
+    `PINNED` rows leave where no other can, whatever the policy, as do those of `resident_rows`. Its
+    index is 8 bytes per local row:
     slot and last reference; only the home has it, so it is divided over the ranks. Rows of a step
     in the window that it names again wait until that step is planned: 4 bytes each. Every slot with
     a row lies in a list (`loops.Home`), so filing and taking cost as much as the rows filed and
@@ -425,11 +440,15 @@ class HomePlanner(Planner):
         self._names = np.empty((parts.count, 0), np.int32)
         if names is not None:
             self._names = parts.spread(names)
-        if popularity is not None and (popularity == PINNED).any():
-            known = known._replace(classes=parts.spread(popularity))
-        known.index[..., loops.HELD] = -loops.LEVELS
+        held = known.index[..., loops.HELD]
         if popularity is not None and policy.ranking == "frequency":
-            known.index[..., loops.HELD] += parts.spread(popularity)
+            held += parts.spread(popularity)
+        elif popularity is not None:
+            held[parts.spread(popularity == PINNED)] += PINNED
+        if policy.resident == AUTO and slots >= parts.rows:
+            held[:] = PINNED - loops.LEVELS
+        for local in resident_rows(policy, layout, home, slots):
+            held[parts.parts_of(local)] = PINNED - loops.LEVELS
         self._home, self._lowest, self._highest = known, 0, 0
         self._decided: HomeDecision | Exception | None = None
         self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
@@ -574,6 +593,7 @@ class HomePlanner(Planner):
 
     def _unname(self, entry: Ingested) -> None:
         previous = entry.dense(entry.previous)
+        previous = np.where(previous < -1, -2 - previous, previous)  # see `loops.tell_new`
         for part, rows, span in entry.by_part():
             self._home.index[part, rows, loops.NAMED] = previous[span]
 

@@ -13,7 +13,7 @@ in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8,
 in1, out1 = array(types.uint8, False), array(types.uint8, True)
 
 PINNED = 255
-"""Popularity class of a row that leaves only where no other can."""
+"""Level, and popularity class, of a row that leaves only where no other can."""
 
 NEVER = np.iinfo(np.int32).max
 """Next use of a row that no step in the window uses."""
@@ -70,14 +70,13 @@ class Home(NamedTuple):
 
     `index` int32 `[K, R, 2]`: of each row its slot (-1: none) and its level in the ranking, as
     slot * 256 + level, and the step that named it last; `row_of` int32 `[K, S]`: the row in each
-    slot (-1: free). `table` int32 `[K, S + 2 + m + n, 4]`: what comes after each slot in its list
+    slot (-1: free). `table` int32 `[K, S + 1 + m + n, 4]`: what comes after each slot in its list
     and what before, the step that used it last, and the step in the window that uses it next. A
     list has a node beyond the slots, which follows its last slot and precedes its first: S has the
-    free slots; S + 1 all pinned rows; then one for each of m steps in the window (at step & m - 1),
-    whose list has the slots that it is the next to use; then one for each of n keys (at key & n -
-    1), with the slots that no step in the window uses. Both are powers of two. `classes` uint8
-    `[K, R]`: the popularity of each row; or `[K, 0]` where no row is pinned. `keys` int64 `[K]`: no
-    lower key has slots.
+    free slots; then one for each of m steps in the window (at step & m - 1), whose list has the
+    slots that it is the next to use; then one for each of n keys (at key & n - 1), with the slots
+    that no step in the window uses. Both are powers of two. Slots of rows whose level is `PINNED`
+    are in no list, and `table` says nothing of them. `keys` int64 `[K]`: no lower key has slots.
 
     Rows that a step names after another one that is not planned yet wait until that is: in
     `waiting` int32 `[K, Q]`, Q a power of two, as rings. Those of step s begin at `begins[s & m -
@@ -89,7 +88,6 @@ class Home(NamedTuple):
     index: np.ndarray
     row_of: np.ndarray
     table: np.ndarray
-    classes: np.ndarray
     keys: np.ndarray
     waiting: np.ndarray
     begins: np.ndarray
@@ -107,12 +105,10 @@ LEVELS = 256
 AFTER, BEFORE, LAST, NEXT = range(4)
 """Columns of `table`."""
 
-FREE, PINS, STEPS = range(3)
+FREE, STEPS = range(2)
 """Where lists begin beyond the slots."""
 
-_home = types.NamedTuple(
-    [out444, out44, out444, out11, out8, out44, out88, out8, out444, out8], Home
-)
+_home = types.NamedTuple([out444, out44, out444, out8, out44, out88, out8, out444, out8], Home)
 
 
 @compiled(types.UniTuple(i8, 2)(_home, i8, in4, in88, out88, out8))
@@ -186,12 +182,12 @@ def append(table: np.ndarray, node: int, slot: int) -> None:
 
 @compiled(types.void(_home, i8, i8, i8, types.boolean))
 def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
-    """Tell a row, if it is cached, that `step` in the window uses it next.
+    """Tell a row that is not pinned, if it is cached, that `step` in the window uses it next.
 
-    `filed`: whether its slot is in a list. Pinned rows are not told.
+    `filed`: whether its slot is in a list.
     """
     slot = np.int64(home.index[at(part), at(row), HELD]) // LEVELS
-    if slot >= 0 and not (home.classes.shape[1] and home.classes[part, row] == PINNED):
+    if slot >= 0:
         table, slots = home.table[at(part)], home.row_of.shape[1]
         if filed:
             unlink(table, slot)
@@ -229,15 +225,19 @@ _named = types.NamedTuple(
 )
 
 
-@compiled(types.void(_home, i8, _named, i8, i8))
-def tell_new(home: Home, part: int, named: Named, row: int, previous: int) -> None:
+@compiled(i8(_home, i8, _named, i8, i8))
+def tell_new(home: Home, part: int, named: Named, row: int, previous: int) -> int:
     """Where the policy looks ahead, tell a row of the step of this use, if no step in the window
-    names it, or count it by the step that does, the `previous` one."""
+    names it, or count it by the step that does, the `previous` one. Of a pinned row, which nobody
+    has to tell, -2 - `previous` is returned; of any other `previous`."""
+    if home.index[at(part), at(row), HELD] & (LEVELS - 1) == PINNED:
+        return -2 - previous
     if named.looks_ahead and previous > named.planned:
         ends = home.ends[part, named.step & (len(home.origins) - 1)]
         ends[at(previous - named.planned - 1)] += 1
     elif named.looks_ahead:
         tell(home, part, row, named.step, True)
+    return previous
 
 
 @compiled(types.void(_home, i8, _named))
@@ -257,11 +257,11 @@ def name_part(home: Home, part: int, named: Named) -> None:
                 if seen < -1:
                     labels[i] = -2 - seen
                     continue
-                named.distinct[at(base + count)], named.previous[at(base + count)] = row, seen
+                named.distinct[at(base + count)] = row
+                named.previous[at(base + count)] = tell_new(home, part, named, row, seen)
                 index[at(row), NAMED] = -2 - count
                 labels[i] = count
                 count += 1
-                tell_new(home, part, named, row, seen)
     named.counts[part] = count
     distinct = named.distinct[base : base + count]
     for k in range(len(distinct)):
@@ -280,9 +280,8 @@ def name_once(home: Home, part: int, named: Named) -> None:
             fetch_early(index, rows[i + _EARLY])
         row = np.int64(rows[i])
         seen = np.int64(index[at(row), NAMED])
-        distinct[i], previous[i], labels[i] = row, seen, i
+        distinct[i], previous[i], labels[i] = row, tell_new(home, part, named, row, seen), i
         index[at(row), NAMED] = named.step
-        tell_new(home, part, named, row, seen)
     named.counts[part] = stop - start
 
 
@@ -361,7 +360,42 @@ def leave(
     return count, latest
 
 
-@compiled(i8(_home, i8, i8, i8, i8, i8, out4, i8, i8))
+@compiled(types.UniTuple(i8, 2)(_home, i8, i8, i8, in4, i8, out4, i8, i8))
+def take_pinned(
+    home: Home,
+    part: int,
+    step: int,
+    prefetch: int,
+    named: np.ndarray,
+    latest: int,
+    out: np.ndarray,
+    count: int,
+    wanted: int,
+) -> tuple[int, int]:
+    """`take` the slots of pinned rows, but for those that the step has `named` (int32): a scan, for
+    nothing lists them. A row that the window names again may have been used by the step before."""
+    index, row_of, table = home.index[part], home.row_of[part], home.table[part]
+    for k in range(len(named)):
+        if named[k] >= 0:
+            table[at(named[k]), LAST] = step
+    for before in range(step - prefetch, step + 1):
+        for slot in range(len(row_of)):
+            row = np.int64(row_of[slot])
+            if row < 0 or table[slot, LAST] == step:
+                continue
+            if index[at(row), HELD] != slot * LEVELS + PINNED:
+                continue
+            used = np.int64(index[at(row), NAMED])
+            used = used if used < step else step - 1
+            if used < before and count < wanted:
+                latest = max(latest, used)
+                table[slot, LAST], table[slot, NEXT] = step, NEVER
+                out[count] = slot
+                count += 1
+    return count, latest
+
+
+@compiled(i8(_home, i8, i8, i8, i8, i8, in4, out4, i8, i8))
 def take(
     home: Home,
     part: int,
@@ -369,6 +403,7 @@ def take(
     newest: int,
     prefetch: int,
     highest: int,
+    named: np.ndarray,
     out: np.ndarray,
     first: int,
     wanted: int,
@@ -378,7 +413,8 @@ def take(
 
     Free slots; then rows without a use in the window, lowest key first, up to key `highest`; then
     those whose next use is farthest; of both such as no step since `step` - `prefetch` used. Where
-    these are short, holds are: oldest last use first. Last, pinned rows.
+    these are short, holds are: oldest last use first. Last, pinned rows; those that the step has
+    `named` (int32: their slots) stay.
     """
     table, slots, mask = home.table[part], home.row_of.shape[1], len(home.origins) - 1
     by_key = slots + STEPS + mask + 1
@@ -395,18 +431,18 @@ def take(
                 return latest
             node = slots + STEPS + (later & mask)
             count, latest = leave(table, node, step, before, False, latest, out, count, wanted)
-    count, latest = leave(table, slots + PINS, step, step, True, latest, out, count, wanted)
+    if count < wanted:
+        of = (part, step, prefetch, named, latest)
+        count, latest = take_pinned(home, *of, out, count, wanted)
     return latest if count == wanted else -2
 
 
-@compiled(types.void(_home, i8, i8, i8, i8))
-def file(home: Home, part: int, slot: int, row: int, key: int) -> None:
-    """Put the slot of a row, in no list, where it belongs if no step in the window uses it: that of
-    a pinned row among these, any other by its key."""
+@compiled(types.void(_home, i8, i8, i8))
+def file(home: Home, part: int, slot: int, key: int) -> None:
+    """Put the slot of a row, in no list, by its key where it belongs if no step in the window uses
+    it."""
     table, slots = home.table[part], home.row_of.shape[1]
-    if home.classes.shape[1] and home.classes[part, row] == PINNED:
-        append(table, slots + PINS, slot)
-    elif table[at(slot), NEXT] == NEVER:
+    if table[at(slot), NEXT] == NEVER:
         by_key = slots + STEPS + len(home.origins)
         append(table, by_key + (key & (len(table) - by_key - 1)), slot)
 
@@ -415,14 +451,16 @@ def file(home: Home, part: int, slot: int, row: int, key: int) -> None:
 def file_slots(
     home: Home, parts: np.ndarray, slots: np.ndarray, base: int, ranks: np.ndarray
 ) -> None:
-    """`file` each of `slots` of its part, in this order; free ones among the free."""
+    """`file` each of `slots` of its part, in this order; free ones among the free, those of pinned
+    rows nowhere."""
     for i in range(len(slots)):
         part, row = parts[i], home.row_of[parts[i], slots[i]]
         if row < 0:
             append(home.table[part], home.row_of.shape[1] + FREE, slots[i])
         else:
             level = home.index[part, row, HELD] & (LEVELS - 1)
-            file(home, part, slots[i], row, base + ranks[level])
+            if level != PINNED:
+                file(home, part, slots[i], base + ranks[level])
 
 
 @compiled(i8(i8, i8, i8, i8, in8, in8, in1))
@@ -435,7 +473,7 @@ def count_use(
     factors: np.ndarray,
     nearest: np.ndarray,
 ) -> int:
-    """The level of a count after one more use, by `step`, of the row `name`.
+    """The level of a count, below `PINNED`, after one more use, by `step`, of the row `name`.
 
     `age`: how many octaves it has lost since its last use, in 1 / 2^32. `values` int64 `[256]`:
     what a level stands for, in 1 / 256 uses, ascending from 0; `factors` int64 `[257]`: 2^28 *
@@ -449,8 +487,8 @@ def count_use(
     # The highest level whose value is not above: that of the bucket's beginning, which exponent and
     # first digits of a float are, or the next one.
     level = np.int64(nearest[at((np.float64(value).view(np.int64) >> 47) - (1023 << 5))])
-    level += level < 255 and values[at(level + 1)] <= value
-    if level < 255:
+    level += level < PINNED - 1 and values[at(level + 1)] <= value
+    if level < PINNED - 1:
         key = (np.uint64(name) << _HALF) ^ np.uint64(step)
         key = (key ^ (key >> _HALF)) * _FIRST
         key = (key ^ (key >> _SOME)) * _SECOND
@@ -539,7 +577,9 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
         held = np.int64(index[at(row), HELD])
         slot, level = held // LEVELS, held & (LEVELS - 1)
         slots[k], levels[k] = slot, level
-        if rate >= 0:
+        if level == PINNED:
+            previous[k] = -2 - previous[k]  # see `tell_new`
+        elif rate >= 0:
             name = np.int64(names[part, row] if names.shape[1] else row)
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
             level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
@@ -548,7 +588,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
         if slot < 0:
             due.fetch[at(count)] = start + k
             count += 1
-        else:
+        elif level != PINNED:
             if table[at(slot), NEXT] != step:  # those that are to be used now go as a whole list
                 unlink(table, slot)
             # Held: it is no victim of its own step.
@@ -604,17 +644,18 @@ def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
     node = home.row_of.shape[1] + STEPS + (step & (len(home.origins) - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
-    latest = take(home, part, *when, highest, due.taken, came, came + misses)
+    named = due.slots[start : start + size]
+    latest = take(home, part, *when, highest, named, due.taken, came, came + misses)
     due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
     due.done[part, 3], due.done[part, 4] = came, gone
     if latest < -1:
         return
     due.done[part, 1] = fill(home, part, due, misses, came, gone)
     look_ahead(home, part, step, due.newest)
-    distinct = due.distinct[due.bases[part] : due.bases[part] + size]
     slots, counted = due.slots[start : start + size], due.counted[start : start + size]
-    for k in range(len(distinct)):
-        file(home, part, slots[k], distinct[k], due.base + due.ranks[at(counted[k])])
+    for k in range(len(slots)):
+        if counted[k] != PINNED:
+            file(home, part, slots[k], due.base + due.ranks[at(counted[k])])
         slots[k] += due.own_slots[part]
     for rank in range(len(due.starts)):
         shelf, end = part << due.shape[1], (part + 1) << due.shape[1]

@@ -200,6 +200,7 @@ class HotLayout:
     def __init__(self, layout: RowLayout, home: int, hot: np.ndarray) -> None:
         """`hot`: those of all homes, int64 `[K]`, ascending."""
         self.world_size, self.rows = layout.world_size, layout.rows
+        self.offsets = np.zeros(1, np.int64)  # they are of no table as a whole
         self._hot = HotRows(layout, hot)
         self._rows = hot[layout.home(hot) == home]
 

@@ -17,6 +17,12 @@ from distcache.planner.loops import PINNED
 POLICIES = ("lookahead", "lfu", "lru", "frequency", "static")
 """`lookahead`: window-Belady, then `tail`; the others look at no window."""
 
+AUTO, NONE = RESIDENT = ("auto", "none")
+"""Which tables stay cached: see `Policy.resident`."""
+
+_RESIDENT_SHARE = 8
+"""Tables that stay take at most one slot of so many."""
+
 TAILS = ("lru", "lfu", "frequency")
 """How `lookahead` ranks the rows without a use in the window."""
 
@@ -27,14 +33,18 @@ LONGEST = 10**9
 @dataclass(frozen=True)
 class Policy:
     """`name` of `POLICIES`; `tail` of `TAILS`; `half_life`: steps in which the counts of `lfu` lose
-    half of their weight (None: chosen from slots and distinct rows)."""
+    half of their weight (None: chosen from slots and distinct rows); `resident` of `RESIDENT`:
+    rows of small tables stay once they are cached (`resident_tables`), or all where each has a
+    slot, and leave only where no other row can."""
 
     name: str = "lookahead"
     tail: str = "lfu"
     half_life: float | None = None
+    resident: str = AUTO
 
     def __post_init__(self) -> None:
-        for key, value, known in (("policy", self.name, POLICIES), ("tail", self.tail, TAILS)):
+        chosen = (("policy", self.name, POLICIES), ("tail", self.tail, TAILS))
+        for key, value, known in (*chosen, ("resident", self.resident, RESIDENT)):
             if value not in known:
                 raise ConfigError(f"cache.{key}={value} is unknown: choose {' or '.join(known)}")
         life = self.half_life
@@ -45,10 +55,22 @@ class Policy:
             )
 
     @classmethod
-    def of(cls, name: str, tail: str, half_life: float | str) -> Policy:
-        """The policy of a user's settings, where a half-life may be `auto`."""
-        life: Any = None if half_life == "auto" else half_life
-        return cls(name, tail, life)
+    def of(cls, keys: Any) -> Policy:
+        """The policy of a user's settings, which have the keys of group `cache` as attributes."""
+        life: Any = None if keys.half_life == AUTO else keys.half_life
+        return cls(keys.policy, keys.tail, life, keys.resident)
+
+    def resident_tables(self, offsets: np.ndarray, slots: int) -> list[tuple[int, int]]:
+        """From which row on, up to which, those of each table are that stays: the smallest, as long
+        as all of them take at most an eighth of `slots`.
+
+        `offsets` int64 `[T + 1]`: the first row of each table, and how many rows all have.
+        """
+        rows = np.diff(offsets)
+        order = np.argsort(rows, kind="stable")
+        stay = order[np.cumsum(rows[order]) <= slots // _RESIDENT_SHARE]
+        spans = [(int(offsets[table]), int(offsets[table + 1])) for table in stay]
+        return spans if self.resident == AUTO else []
 
     @property
     def uses_window(self) -> bool:
@@ -161,7 +183,8 @@ class ByCount(Ranking):
         self.values = np.rint(256 * uses).astype(np.int64)
         self.factors = np.rint(2.0 ** (28 - np.arange(257) / 256)).astype(np.int64)
         buckets = np.ldexp(1 + np.arange(64 * 32) % 32 / 32, np.arange(64 * 32) // 32)
-        self.nearest = (self.values.searchsorted(buckets, "right") - 1).astype(np.uint8)
+        nearest = self.values.searchsorted(buckets, "right") - 1
+        self.nearest = np.minimum(nearest, PINNED - 1).astype(np.uint8)
         self.ranks = np.zeros(256, np.int32)
         self.ranks[1:] = np.rint(_KEYS_PER_OCTAVE * np.log2(uses[1:]))
 

@@ -167,10 +167,8 @@ def expected_cold(curves: Sequence[Curve], hot_rows: Sequence[int], batch: int) 
 
 
 # -----------------------------------------------------------------------------
-# Hot batches, whose samples look up hot rows alone, and cold batches of the others.
-#
-# The idea is FAE's (Adnan et al., VLDB 2022). Here every sample is in one batch of an epoch, both
-# kinds are shuffled anew in each, and samples are classified by whole arrays.
+# Every sample is in one batch of an epoch, both kinds are shuffled anew in each (unlike FAE's), and
+# samples are classified by whole arrays.
 
 logger = logging.getLogger(__name__)
 
@@ -179,15 +177,6 @@ _CHUNK = 1 << 15
 """Samples that are classified at once; a multiple of 64."""
 _BAR_SAMPLES = 4_000_000
 """A progress bar is shown for at least so many samples."""
-
-
-@dataclass(frozen=True)
-class BatchPlace:
-    """Global batch `number` of a `kind`, `hot` or `cold`, in `epoch`."""
-
-    epoch: int
-    kind: str
-    number: int
 
 
 class KindSamples:
@@ -217,21 +206,20 @@ class KindSamples:
 
 @dataclass(frozen=True)
 class HotColdEpoch:
-    """What an epoch holds of both kinds: their samples, global batches (`sizes`: hot, cold), and
-    the `share` of all samples that are hot."""
+    """What an epoch holds of both kinds, hot ones first: their samples, and global batches."""
 
     kinds: dict[str, KindSamples]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See the class."""
-        return tuple(self.kinds[kind].spans.per_epoch or 0 for kind in (HOT, COLD))
+        """Hot and cold global batches."""
+        return tuple(own.spans.per_epoch or 0 for own in self.kinds.values())
 
     @property
     def share(self) -> float:
-        """See the class."""
-        counts = [self.kinds[kind].chosen.count for kind in (HOT, COLD)]
-        return counts[0] / sum(counts)
+        """Of all samples, those that are hot."""
+        hot, cold = (own.chosen.count for own in self.kinds.values())
+        return hot / (hot + cold)
 
 
 class HotColdSource:
@@ -284,15 +272,17 @@ class HotColdSource:
             epoch += 1
         hot = self.epoch(epoch).sizes[0]
         kind, number = (HOT, left) if left < hot else (COLD, left - hot)
-        return self.batch(BatchPlace(epoch, kind, number), step, rank, world_size)
+        return self.batch((epoch, kind, number), step, rank, world_size)
 
-    def batch(self, place: BatchPlace, step: int, rank: int, world_size: int) -> Batch:
-        """This rank's slice of the global batch at `place`, which is training step `step`."""
-        samples = self.epoch(place.epoch).kinds[place.kind]
-        inside = samples.spans.locate(place.number)
-        span = SampleSpan(place.epoch, inside.start, inside.stop)
+    def batch(self, place: tuple[int, str, int], step: int, rank: int, world_size: int) -> Batch:
+        """This rank's slice of the global batch at `place`, which is training step `step`: epoch,
+        kind (`hot` or `cold`), and number of the batch among those of its kind."""
+        epoch, kind, number = place
+        samples = self.epoch(epoch).kinds[kind]
+        inside = samples.spans.locate(number)
+        span = SampleSpan(epoch, inside.start, inside.stop)
         low, high = slice_bounds(span.size, rank, world_size)
-        part = BatchSlice("train", step, span, low, high, place.kind)
+        part = BatchSlice("train", step, span, low, high, kind)
         return self.source.take(samples.samples(span, low, high), part)
 
     def epoch(self, number: int) -> HotColdEpoch:
@@ -325,16 +315,12 @@ class HotColdSource:
     def _warn(self, epoch: HotColdEpoch) -> None:
         if not self._show:
             return
-        chosen = [epoch.kinds[kind].chosen for kind in (HOT, COLD)]
+        chosen, (hot, cold) = [own.chosen for own in epoch.kinds.values()], epoch.sizes
+        megabytes = (sum(one.nbytes for one in chosen) + self.hot.nbytes) / 1e6
         logger.info(
-            "%s of %s samples are hot (%.2f %%): %s hot and %s cold batches of an epoch; %s hot "
-            "rows, %.1f MB to find them and the samples",
-            f"{chosen[0].count:,}",
-            f"{self._samples:,}",
-            100 * epoch.share,
-            *(f"{size:,}" for size in epoch.sizes),
-            f"{self.hot.rows:,}",
-            (sum(one.nbytes for one in chosen) + self.hot.nbytes) / 1e6,
+            f"{chosen[0].count:,} of {self._samples:,} samples are hot ({100 * epoch.share:.2f} %):"
+            f" {hot:,} hot and {cold:,} cold batches of an epoch; {self.hot.rows:,} hot rows, "
+            f"{megabytes:.1f} MB to find them and the samples"
         )
         if not all(epoch.sizes):
             logger.warning(

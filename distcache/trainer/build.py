@@ -238,7 +238,7 @@ def build_parallel(
         slots=tuple(slots),
         lookahead=cache.lookahead,
         prefetch=resolve_prefetch(config, source, tables, held),
-        policy=Policy.of(cache.policy, cache.tail, cache.half_life),
+        policy=Policy.of(cache),
         reduction=cache.reduction,
         seed=trainer.seed,
         dtype=dtype_of(config),

@@ -116,17 +116,20 @@ class Saver:
         if seconds is not None and self._world.is_first:  # one clock for all
             self._due |= time.monotonic() - self._began >= seconds
         self._due |= falls_on
-        busy = self._job is not None and self._job.is_alive()
-        if self._due and busy:
-            self._job.snapshot.hurry.set()  # its rests would make this one late
-            if not self._told and self._world.is_first:
-                self._told = True
-                logger.warning(
-                    "a checkpoint is due, but the one of step %s is still being written: it waits; "
-                    "raise trainer.checkpoint_every",
-                    f"{self._job.state.step:,}",
-                )
-        return SAVE * self._due | BUSY * busy
+        return SAVE * self._due | BUSY * (self._job is not None and self._job.is_alive())
+
+    def hurry(self) -> None:
+        """Write what is being written without rests, for another one is due."""
+        if self._job is None:
+            return
+        self._job.snapshot.hurry.set()
+        if not self._told and self._world.is_first:
+            self._told = True
+            logger.warning(
+                "a checkpoint is due, but the one of step %s is still being written: it waits; "
+                "raise trainer.checkpoint_every",
+                f"{self._job.state.step:,}",
+            )
 
     def falls_on(self, done: int) -> bool:
         """Whether a checkpoint is due after `done` steps, by their number."""

@@ -13,16 +13,8 @@ from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
+from distcache.popularity import hot_cold
 from distcache.popularity.curve import Curve
-from distcache.popularity.hot_cold import (
-    COLD,
-    HOT,
-    BatchPlace,
-    HotColdSource,
-    HotSet,
-    hottest,
-    rows_that_fit,
-)
 from distcache.popularity.statistics import Statistics
 from distcache.trainer.plan_cache import read_checked, request_of
 
@@ -74,13 +66,13 @@ class Phase:
         phase = self
         while True:
             hot, cold = sizes(phase.epoch)
-            if phase.kind == HOT and phase.cold < (end := math.ceil(phase.until * cold)):
-                return replace(phase, kind=COLD, left=end - phase.cold, due=False)
+            if phase.kind == hot_cold.HOT and phase.cold < (end := math.ceil(phase.until * cold)):
+                return replace(phase, kind=hot_cold.COLD, left=end - phase.cold, due=False)
             if (phase.hot, phase.cold) == (hot, cold):
                 phase = replace(phase, epoch=phase.epoch + 1, hot=0, cold=0, kind="", until=0.0)
                 continue
             until = phase.until + phase.rate
-            phase = replace(phase, until=1.0 if until > 1 - 1e-9 else until, kind=HOT)
+            phase = replace(phase, until=1.0 if until > 1 - 1e-9 else until, kind=hot_cold.HOT)
             if phase.hot < (end := math.ceil(phase.until * hot)):
                 return replace(phase, left=end - phase.hot, due=False)
 
@@ -101,39 +93,11 @@ class Phase:
         return replace(self, rate=rate, falls=falls, loss=loss, due=False)
 
 
-class PhaseClock:
-    """The phase after each step of a run, from `phase` after `step` steps on.
-
-    The rate stays between `least` batches of the larger kind and all of both.
-    """
-
-    def __init__(self, phase: Phase, step: int, sizes: Sizes, least: int = 1) -> None:
-        self._phase, self._step, self._sizes, self._least = phase, step, sizes, max(least, 1)
-
-    def at(self, step: int) -> Phase:
-        """After `step` steps; of the current phase or at its end."""
-        return self._phase.forward(step - self._step)
-
-    def begin(self, step: int) -> Phase:
-        """The phase that goes on after `step` steps, or else the next one, which begins."""
-        phase = self.at(step)
-        self._phase, self._step = phase if phase.left else phase.next(self._sizes), step
-        return self._phase
-
-    def learn(self, step: int, loss: float | None) -> Phase:
-        """The phase after `step` steps and an evaluation, which counts where one was due."""
-        phase = self.at(step)
-        if phase.due:
-            phase = phase.learn(loss, self._least / max(self._sizes(phase.epoch)))
-        self._phase, self._step = phase, step
-        return self._phase
-
-
 # -----------------------------------------------------------------------------
 # Which batches a run trains and evaluates on, in which order: a pure function of the settings.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Schedule:
     """Training steps [first_step, steps), and evaluations of `eval_batches` batches in between.
 
@@ -194,19 +158,12 @@ def make_schedule(
     """The schedule of `trainer.steps`, `eval_every` and `eval_steps` over `source`.
 
     `steps` None is one epoch; more than an epoch repeats it. At most as many batches are
-    evaluated as are held out. Raises ConfigError for an unlimited source without `steps`.
+    evaluated as are held out.
     """
-    if steps is None:
-        steps = source.steps_per_epoch
-    if steps is None:
-        raise ConfigError(
-            "trainer.steps is null (one epoch), but the data is unlimited: set trainer.steps or "
-            "data.samples"
-        )
     held_out = source.eval_batches
     return Schedule(
         first_step=first_step,
-        steps=steps,
+        steps=source.steps_per_epoch if steps is None else steps,
         eval_every=eval_every,
         eval_batches=eval_steps if held_out is None else min(eval_steps, held_out),
     )
@@ -217,36 +174,46 @@ def make_schedule(
 # the held-out loss that this one led to.
 
 
-@dataclass(frozen=True)
+@dataclass
 class PhasedSchedule(Schedule):
     """A `Schedule` that also evaluates after each phase, where anything is evaluated.
 
     The end of a phase is a fence: its stream ends, window and movement drain, and the next stream
-    begins when all ranks know the loss. `clock`: where training stands; it lets no phase become
-    shorter than an evaluation, or that would take most of the time.
+    begins when all ranks know the loss. `phase`: the one after `step` steps; `sizes`: of epochs.
     """
 
-    clock: PhaseClock
+    phase: Phase
+    step: int
+    sizes: Sizes
 
     @classmethod
     def of(
-        cls, plain: Schedule, source: HotColdSource, phase: Phase | None, rate: float
+        cls, plain: Schedule, source: hot_cold.HotColdSource, phase: Phase | None, rate: float
     ) -> PhasedSchedule:
         """`plain` in phases, from `phase` on; None: from the beginning of an epoch at `rate`."""
 
         def sizes(epoch: int) -> tuple[int, int]:
             return source.epoch(epoch).sizes
 
-        clock = PhaseClock(phase or Phase(rate), plain.first_step, sizes, plain.eval_batches)
-        return cls(**vars(plain), clock=clock)
+        return cls(**vars(plain), phase=phase or Phase(rate), step=plain.first_step, sizes=sizes)
 
     def position(self, step: int) -> Phase:
-        """See `Schedule.position`."""
-        return self.clock.at(step)
+        """See `Schedule.position`: of the current phase or at its end."""
+        return self.phase.forward(step - self.step)
+
+    def begin(self, step: int) -> Phase:
+        """The phase that goes on after `step` steps, or else the next one, which begins."""
+        phase = self.position(step)
+        self.phase, self.step = phase if phase.left else phase.next(self.sizes), step
+        return self.phase
 
     def learn(self, step: int, loss: float | None) -> Phase:
-        """See `Schedule.learn`: the rate that the next phase has."""
-        return self.clock.learn(step, loss)
+        """See `Schedule.learn`: the rate that the next phase has, where an evaluation was due."""
+        phase = self.position(step)
+        if phase.due:  # a phase shorter than an evaluation: these would take most of the time
+            phase = phase.learn(loss, max(self.eval_batches, 1) / max(self.sizes(phase.epoch)))
+        self.phase, self.step = phase, step
+        return phase
 
     def streams(self, source: Any, rank: int, world_size: int) -> Iterator[Iterator[Batch]]:
         """See `Schedule.streams`: a phase with the evaluation after it, or the rest of one."""
@@ -254,7 +221,7 @@ class PhasedSchedule(Schedule):
         if self.eval_batches and (self.nothing_to_train or self.position(step).due):
             yield self._evaluation(source, rank, world_size)
         while steps is None or step < steps:
-            phase = self.clock.begin(step)
+            phase = self.begin(step)
             stop = step + phase.left if steps is None else min(step + phase.left, steps)
             yield self._phase(source, (step, stop, phase), rank, world_size)
             step = stop
@@ -266,7 +233,7 @@ class PhasedSchedule(Schedule):
         start, stop, phase = part
         first = getattr(phase, phase.kind) - start
         for step in range(start, stop):
-            place = BatchPlace(phase.epoch, phase.kind, first + step)
+            place = (phase.epoch, phase.kind, first + step)
             yield source.batch(place, step, rank, world_size)
             ends = step + 1 == start + phase.left
             if self.eval_batches and (ends or self.evaluates_after(step)):
@@ -292,8 +259,8 @@ def arrange(
     if config.data.batching == "as_is":
         return source
     statistics: Any = read_checked(config, tables, source)  # there are some, or it was refused
-    hot = HotSet(statistics, choose(config, world, statistics, tables))
-    return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
+    hot = hot_cold.HotSet(statistics, choose(config, world, statistics, tables))
+    return hot_cold.HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
 
 
 def choose(
@@ -310,12 +277,12 @@ def choose(
         found = [0] * len(tables)  # the same at every number of ranks
         for members, count in zip(groups, slots_of(1), strict=True):
             own = [curves[index] for index in members]
-            hot = rows_that_fit(own, count, config.data.global_batch_size)
+            hot = hot_cold.rows_that_fit(own, count, config.data.global_batch_size)
             for index, rows in zip(members, hot, strict=True):
                 found[index] = rows
         return found
     rows = sum(statistics.table_rows)
-    found = hottest(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
+    found = hot_cold.hottest(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
     cached = config.parallel.mode == "data"
     rooms = slots_of(world.size) if cached else [rows + 1] * len(groups)
     for members, room in zip(groups, rooms, strict=True):

@@ -221,6 +221,8 @@ class Loop:
         outcome.state = TrainerState(done, digest, self.schedule.position(done), batch)
         outcome.final_loss, outcome.evaluation = result.loss, None
         self.due |= result.save
+        if result.waits and self.saver is not None:
+            self.saver.hurry()
         self.report.step(done, batch.epoch, result, outcome.times, self.mode, outcome.state.phase)
         return result.stop
 

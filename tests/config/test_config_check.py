@@ -308,7 +308,7 @@ def test_a_preprocessed_folder_says_its_own_rows(tmp_path):
 
 def test_the_tree_and_the_planner_have_the_same_policies() -> None:
     cache = CacheConfig()
-    assert Policy.of(cache.policy, cache.tail, cache.half_life) == DEFAULT == Policy()
+    assert Policy.of(cache) == DEFAULT == Policy()
 
 
 def test_fitting_versions_pass():

@@ -156,7 +156,7 @@ def test_values_of_fields(tmp_path):
 
 def read_source(path: Path, on_bad_line: str):
     stream = source(path, on_bad_line)
-    return [stream._labels, stream._dense, stream._ids], stream.bad_lines.count
+    return list(stream._arrays.values()), stream.bad_lines.count
 
 
 def read_part(path: Path, rows) -> tuple[list[np.ndarray], list[int]]:

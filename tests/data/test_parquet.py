@@ -272,7 +272,7 @@ def test_damaged_pages_vanished_and_changed_files(tmp_path):
         path.write_bytes(content if "Parquet" in message else whole)
         stream = source(path, 60, held_out=0)
         if not opened:
-            stream.files._open._blocks.clear()  # as if other files had been read in between
+            stream.files._opened.cache_clear()  # as if other files had been read in between
         change()
         with pytest.raises(DataError, match=rf"{path} {message}"):
             stream.train_batch(0, 0, 1)

@@ -40,7 +40,7 @@ from distcache.data.samplers import (
     hash_counters,
     key_of,
 )
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 
 @given(
@@ -365,13 +365,6 @@ def test_hash_takes_bad_ids_modulo_the_rows():
 def test_malformed_bags_are_named(ids, message, on_bad_id):
     with pytest.raises(DataError, match=message):
         check_ids(ids, ROWS, NAMES, on_bad_id=on_bad_id)
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ConfigError, match=r"data\.on_bad_id='drop'"):
-        check_ids(jagged(), ROWS, NAMES, on_bad_id="drop")
-    with pytest.raises(DataError, match="2 features, but 1 tables"):
-        check_ids(jagged(), [10], NAMES)
 
 
 def deferred(index: int) -> Batch:

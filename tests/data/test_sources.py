@@ -21,7 +21,7 @@ from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError, DataError
 from distcache.popularity import hot_cold
 from distcache.popularity.curve import Curve
-from distcache.popularity.hot_cold import COLD, HOT, BatchPlace, HotColdSource, HotSet, hottest
+from distcache.popularity.hot_cold import COLD, HOT, HotColdSource, HotSet, hottest
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
 def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> list[Batch]:
     """All of an epoch, hot ones first."""
     sizes = zip((HOT, COLD), of.epoch(epoch).sizes, strict=True)
-    places = [BatchPlace(epoch, kind, number) for kind, n in sizes for number in range(n)]
+    places = [(epoch, kind, number) for kind, n in sizes for number in range(n)]
     return [of.batch(place, 100 + at, rank, size).loaded() for at, place in enumerate(places)]
 
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -126,12 +127,12 @@ def maps_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in mcc.state_dict().items()}
 
 
-def ours(policy: str, **settings: Any) -> tuple[Any, nn.Module]:
+def ours(policy: str, name: str = "sgd", **settings: Any) -> tuple[Any, nn.Module]:
     """A cached collection and the model around it, in float64."""
     settings = {"dtype": torch.float64, "rows": 40, "timeout_s": 60} | settings
     if policy == "weighted":
         settings["is_weighted"] = True
-    collection = cached("sgd", tables(), **settings)
+    collection = cached(name, tables(), **settings)
     return collection, Pooled(Rows(policy, collection)).double()
 
 
@@ -628,6 +629,161 @@ def test_two_forwards_of_a_batch_are_one_step_while_its_rows_are_the_same():
     collection.close()
 
 
+# -----------------------------------------------------------------------------
+# Rows that start anew.
+
+
+class Anew(Plain):
+    """TorchRec's own, Adagrad over whole tables, whose rows start anew when their ids leave.
+
+    `evicted`: how many ids left, by table, and `resets`: how many rows started anew.
+    """
+
+    def __init__(self, policy: str, start: dict[str, Tensor]) -> None:
+        super().__init__(policy, start)
+        update = ebc_cases.UPDATES["adagrad"]
+        around = self.model.ebc.around
+        self.weights = getattr(around._embedding_module, ebc_cases.key_of_tables())
+        self.rows = torch.optim.Adagrad(
+            self.weights.parameters(),
+            update.lr,
+            eps=update.eps,
+            initial_accumulator_value=update.initial_accumulator,
+        )
+        dense = [*self.model.over.parameters(), *self.model.queries]
+        self.optimizer = torch.optim.SGD(dense, lr=0.1)
+        self.count, self.resets, self.evicted = 0, 0, dict.fromkeys(ROWS, 0)
+        self._known = dict[int, set[int]]()
+        around._managed_collision_collection.register_forward_hook(self._mapped)
+
+    @torch.no_grad()
+    def _mapped(self, mcc: nn.Module, args: Any, output: Any) -> None:
+        if not mcc.training:
+            return
+        self.count += 1
+        for at, (config, slots) in enumerate(zip(tables(), mcc.evict().values(), strict=True)):
+            if slots is None:
+                continue
+            own, weight = mcc._managed_collision_modules[config.name], self.weights[config.name]
+            ids = getattr(own, "_mch_sorted_raw_ids", None)
+            if ids is not None:
+                known = {id for id in ids.tolist() if id < 1 << 40}
+                self.evicted[config.name] += len(self._known.get(at, known) - known)
+                self._known[at] = known
+            self.resets += len(slots)
+            state = torch.random.get_rng_state()
+            torch.manual_seed(zlib.crc32(f"0/{at}/{self.count}".encode()))
+            fresh = torch.empty(len(slots.unique()), config.embedding_dim)
+            config.init_fn(fresh)
+            torch.random.set_rng_state(state)
+            weight.weight[slots.unique()] = fresh.double()
+            self.rows.state[weight.weight]["sum"][slots.unique()] = 0.1
+
+    def step(self, batch: Clicks) -> float:
+        self.rows.zero_grad()
+        loss = super().step(batch)
+        self.rows.step()
+        return loss
+
+
+def skewed(steps: int) -> list[Clicks]:
+    """Batches in which other ids are often looked up after some steps, so that those of before are
+    evicted by how often they were used, too."""
+    found = batches(steps)
+    for at, batch in enumerate(found):
+        values = batch.sparse_features.values()
+        often = torch.arange(len(values)) % 3 > 0
+        values[often] = (values[often] % 9) + 1000 * (at // 4)
+    return found
+
+
+def anew(policy: str, start: dict[str, Tensor], looks: int) -> dict:
+    """What `expected` gives, and the ids that left."""
+    plain, found = Anew(policy, start), {"losses": list[float]()}
+    for at, batch in enumerate(skewed(24)):
+        token = collisions._clock.set(clock_of(at))
+        found["losses"].append(plain.step(batch))
+        collisions._clock.reset(token)
+        if at + 1 == looks:
+            found |= {"logits": evaluated(plain.model, draw(99)), "maps": maps_of(plain.model)}
+    end = {k: v.clone() for k, v in plain.model.state_dict().items()}
+    sums = {name: plain.rows.state[own.weight]["sum"] for name, own in plain.weights.items()}
+    counts = {"resets": plain.resets, "evicted": plain.evicted}
+    return found | counts | {"end": end, "sums": sums}
+
+
+def trained_anew(
+    policy: str, ahead: bool, rank: int = 0, size: int = 1, looks: int = 9, **how: Any
+) -> dict:
+    """The same of ours."""
+    collection, model = ours(policy, "adagrad", **{"reset_evicted": True} | how)
+    start, outer = weights_of(model), DistributedDataParallel(model) if size > 1 else model
+    steps = [part(batch, rank, size) for batch in skewed(24)]
+    found = train(collection, outer, steps, ahead, looks)
+    sums = collection.optimizer.state_dict()["state"]
+    found["sums"] = {name: sums[name]["sum"].clone() for name in ROWS}
+    found |= {"end": weights_of(model), "start": start}
+    collection.close()
+    return found
+
+
+def assert_anew(found: dict, want: dict) -> None:
+    assert_as_expected(found, want)
+    for name, own in want["sums"].items():
+        torch.testing.assert_close(found["sums"][name], own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", ["lfu", "lru", "mpzch"])
+def test_rows_of_evicted_ids_start_anew(kind, policy, ahead, monkeypatch):
+    if policy == "mpzch":
+        with_kernel()
+        monkeypatch.setattr(collisions, "time", read_clock())
+    found = trained_anew(policy, ahead, looks=10)
+    want = anew(policy, found["start"], 10)
+    assert want["resets"] > 5 and (policy == "mpzch" or min(want["evicted"].values()) > 5)
+    assert_anew(found, want)
+    assert found["losses"] != trained_anew(policy, ahead, reset_evicted=False)["losses"]
+
+
+def test_rows_start_anew_after_a_checkpoint_as_without(tmp_path):
+    found = []
+    for stops in ((24,), (11, 24)):
+        begin = 0
+        for end in stops:
+            collection, model = ours("lfu", "adagrad", reset_evicted=True)
+            if begin:
+                distcache.load(tmp_path / "saved", model)
+            for batch in lookahead(skewed(24)[begin:end], collection):
+                loss_of(model, batch).backward()
+                collection.step()
+            if end < stops[-1]:
+                distcache.save(tmp_path / "saved", model, step=end)
+            begin, weights = end, weights_of(model)
+            collection.close()
+        found.append(weights)
+    ebc_cases.assert_same(*found)
+
+
+@job
+def _anew_on_ranks(rank: int, size: int, policy: str, ahead: bool, placement: str) -> dict:
+    with_kernel()
+    collisions.time = read_clock(0 if rank == 0 else 1000)
+    return trained_anew(policy, ahead, rank, size, device="cpu", placement=placement)
+
+
+@pytest.mark.parametrize(
+    "policy, ahead, placement",
+    [("lfu", False, "replicated"), ("lfu", True, "sharded"), ("mpzch", True, "replicated")],
+)
+def test_rows_start_anew_on_all_ranks(policy, ahead, placement):
+    with_kernel()
+    one, two = ranks(_anew_on_ranks, policy, ahead, placement)
+    both = one | {"logits": torch.cat([one["logits"], two["logits"]])}
+    both["losses"] = [(a + b) / 2 for a, b in zip(one["losses"], two["losses"], strict=True)]
+    assert_anew(both, anew(policy, one["start"], 9))
+
+
 def test_what_cannot_be_told_of_raises():
     config = EmbeddingBagConfig
     twice = [config(name=n, num_embeddings=8, embedding_dim=8, feature_names=["f"]) for n in "ab"]
@@ -641,6 +797,10 @@ def test_what_cannot_be_told_of_raises():
         collection(batch.sparse_features)
     loss_of(model, batch).backward()
     collection.close()
+    with pytest.raises(ConfigError, match="accumulate=2 with reset_evicted=True"):
+        lookahead(batches(), ours("lru", reset_evicted=True)[0], accumulate=2)
+    with pytest.raises(ConfigError, match="reset_evicted=1 is not True or False"):
+        ours("lru", reset_evicted=1)
 
 
 @job

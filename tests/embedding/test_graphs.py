@@ -27,9 +27,11 @@ from ebc_cases import (
     weights_of,
 )
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from distcache import lookahead
+from distcache import CachedEmbeddingBagCollection, lookahead
 from distcache.errors import ConfigError, PlanError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,15 +134,26 @@ def test_sequences_are_exported() -> None:
         exported(Means(cached("sgd", need_indices=True)), ids)
 
 
+def qualname(of) -> str:
+    kind = of if isinstance(of, type) else type(of)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 class Theirs:
     """TorchRec's serializer of bags, as far as it is used."""
 
-    _module_cls = EmbeddingBagCollection
+    _module_cls: type[nn.Module] = EmbeddingBagCollection
     module_to_serializer_cls: ClassVar[dict] = {}
 
     @classmethod
     def serialize_to_dict(cls, module: nn.Module) -> dict:
-        return {"tables": [table.name for table in module.embedding_bag_configs()]}
+        tables = [
+            {"name": own.name, "num_embeddings": own.num_embeddings, "embedding_dim": 8}
+            | {"feature_names": own.feature_names}
+            for own in module.embedding_bag_configs()
+        ]
+        weighted = module.is_weighted()
+        return {"tables": tables, "is_weighted": weighted, "device": str(module.device)}
 
     @classmethod
     def swap_meta_forward(cls, module: nn.Module) -> None:
@@ -148,26 +161,124 @@ class Theirs:
         names, widths = module._embedding_names, module._lengths_per_embedding
         module.forward = lambda features: (features, names, widths)
 
+    @classmethod
+    def deserialize_from_dict(
+        cls, metadata_dict: dict, device=None, unflatten_ep: nn.Module | None = None
+    ) -> nn.Module:
+        tables = [EmbeddingBagConfig(**own) for own in metadata_dict["tables"]]
+        device = device or torch.device(metadata_dict["device"])
+        return EmbeddingBagCollection(tables, metadata_dict["is_weighted"], device)
 
-def test_torchrecs_ir_serializer_takes_a_collection_for_its_own(monkeypatch) -> None:
-    def qualname(of) -> str:
-        kind = of if isinstance(of, type) else type(of)
-        return f"{kind.__module__}.{kind.__qualname__}"
+    @classmethod
+    def encapsulate(cls, module: nn.Module) -> None:
+        """What is in a program of `module`."""
+        own = cls.module_to_serializer_cls[qualname(module)]
+        raw = {"typename": qualname(module), "metadata_dict": own.serialize_to_dict(module)}
+        data = torch.frombuffer(json.dumps(raw).encode(), dtype=torch.uint8)
+        module.register_buffer("ir_metadata", data, persistent=False)
+        own.swap_meta_forward(module)
 
+    @classmethod
+    def decapsulate(cls, data: Tensor, device=None, within: nn.Module | None = None) -> nn.Module:
+        """The module of which `data` is in a program."""
+        raw = json.loads(bytes(data.tolist()))
+        own = cls.module_to_serializer_cls[raw["typename"]]
+        made = own.deserialize_from_dict(raw["metadata_dict"], device, within)
+        assert isinstance(made, own._module_cls)
+        return made
+
+
+class Processed(Theirs):
+    """TorchRec's serializer of bags behind feature processors."""
+
+    _module_cls = FeatureProcessedEmbeddingBagCollection
+
+    @classmethod
+    def serialize_to_dict(cls, module: nn.Module) -> dict:
+        return {}
+
+    @classmethod
+    def swap_meta_forward(cls, module: nn.Module) -> None:
+        pass
+
+    @classmethod
+    def deserialize_from_dict(
+        cls, metadata_dict: dict, device=None, unflatten_ep: nn.Module | None = None
+    ) -> nn.Module:
+        assert isinstance(unflatten_ep._embedding_bag_collection, EmbeddingBagCollection)
+        parts = unflatten_ep._embedding_bag_collection, unflatten_ep._feature_processors
+        return FeatureProcessedEmbeddingBagCollection(*parts)
+
+
+STOCK = {qualname(EmbeddingBagCollection): Theirs}
+STOCK[qualname(FeatureProcessedEmbeddingBagCollection)] = Processed
+
+
+@pytest.fixture
+def serializer(monkeypatch) -> type[Theirs]:
+    """TorchRec's, which knows its own classes."""
     ir = types.ModuleType("torchrec.ir.serializer")
     ir.EBCJsonSerializer = ir.JsonSerializer = Theirs
-    ir.qualname = qualname
+    ir.FPEBCJsonSerializer, ir.qualname = Processed, qualname
+    ir.get_deserialized_device = lambda of_config, device: device or torch.device(of_config)
+    monkeypatch.setattr(Theirs, "module_to_serializer_cls", STOCK.copy())
     monkeypatch.setitem(sys.modules, "torchrec.ir", types.ModuleType("torchrec.ir"))
     monkeypatch.setitem(sys.modules, "torchrec.ir.serializer", ir)
-    ebc = cached("sgd")
-    own = Theirs.module_to_serializer_cls[qualname(ebc)]
+    return Theirs
+
+
+class Ours(CachedEmbeddingBagCollection):
+    """A class of somebody's own."""
+
+
+def test_torchrecs_ir_gives_back_what_a_program_was_made_of(serializer, monkeypatch) -> None:
+    ebc, batch = cached("sgd"), draw(3).sparse_features
+    own = serializer.module_to_serializer_cls[qualname(ebc)]
     assert issubclass(own, Theirs) and isinstance(ebc, own._module_cls)
-    ebc.register_buffer("ir_metadata", torch.zeros(3, dtype=torch.uint8), persistent=False)
-    own.swap_meta_forward(ebc)
+    train_weights, names = weights_of(ebc), ["f0", "f1", "g", "f2", "f3"]
+    with torch.no_grad():
+        wanted = ebc(batch).values()
+    other, stock = Ours(configs(), rows=64), plain_tables()
+    for collection in (ebc, other, stock):
+        serializer.encapsulate(collection)
     said = json.loads(bytes(ebc.ir_metadata.tolist()))
     assert said["typename"] == qualname(EmbeddingBagCollection)
-    assert said["metadata_dict"] == {"tables": ["t0", "t1", "t2", "t3"]}
-    assert ebc(0) == (0, ["f0", "f1", "g", "f2", "f3"], [8] * 5)
+    assert [own["name"] for own in said["metadata_dict"]["tables"]] == ["t0", "t1", "t2", "t3"]
+    assert ebc(0) == (0, names, [8] * 5)
+    for before in (ebc, other, stock):
+        after = serializer.decapsulate(before.ir_metadata)
+        assert type(after) is type(before) and after.device.type == "cpu"
+        after.load_state_dict(train_weights)
+        with torch.no_grad():
+            torch.testing.assert_close(after(batch).values(), wanted)
+    on_meta = serializer.decapsulate(ebc.ir_metadata, torch.device("meta"))
+    assert type(on_meta) is type(ebc) and on_meta.device.type == "meta"
+    with pytest.raises(ConfigError, match="no optimizer was given"):
+        serializer.decapsulate(ebc.ir_metadata)(batch)
+    monkeypatch.setattr(Theirs, "module_to_serializer_cls", STOCK)  # as without distcache
+    for before in (ebc, other, stock):
+        after = serializer.decapsulate(before.ir_metadata)
+        assert type(after) is EmbeddingBagCollection and after._embedding_names == names
+        after.load_state_dict(train_weights)
+        torch.testing.assert_close(after(batch).values(), wanted)
+
+
+def test_torchrecs_ir_gives_it_back_behind_feature_processors(serializer) -> None:
+    processors = PositionWeightedModuleCollection({key: 9 for key in ("f0", "f1", "g", "f2", "f3")})
+    for ebc in (cached("sgd", is_weighted=True), EmbeddingBagCollection(configs(), True)):
+        model = FeatureProcessedEmbeddingBagCollection(ebc, processors)
+        with torch.no_grad():
+            wanted = model(draw(3).sparse_features).values()
+        for part in (ebc, model):
+            serializer.encapsulate(part)
+        program = nn.Module()
+        program._feature_processors = processors
+        program._embedding_bag_collection = serializer.decapsulate(ebc.ir_metadata)
+        found = serializer.decapsulate(model.ir_metadata, within=program)
+        assert type(found._embedding_bag_collection) is type(ebc)
+        found.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(found(draw(3).sparse_features).values(), wanted)
 
 
 @pytest.mark.usefixtures("kind")

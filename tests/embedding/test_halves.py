@@ -27,6 +27,7 @@ from ebc_cases import (
     job,
     key_of_tables,
     mine,
+    plain_tables,
     ranks,
     weights_of,
     written_back,
@@ -34,7 +35,7 @@ from ebc_cases import (
 from scenarios import count_ids
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
-from torchrec.inference.modules import quantize_embeddings
+from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 from torchrec.modules.embedding_configs import DataType
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as Quantised
 
@@ -345,10 +346,31 @@ def test_a_quantised_collection_is_made_of_the_weights() -> None:
             own.qconfig = torch.ao.quantization.QConfig(*how)
             found.append(Quantised.from_float(own)(ids).values())
         assert torch.equal(*found)
-    model, kind = nn.Sequential(ours), type(ours)  # by type, as `quantize_embeddings` finds them
-    more = {"additional_qconfig_spec_keys": [kind], "additional_mapping": {kind: Quantised}}
-    quantize_embeddings(model, torch.half, inplace=True, **more)
-    assert isinstance(model[0], Quantised) and torch.equal(model[0](ids).values(), found[0])
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_torchrecs_quantizers_find_a_collection_in_a_trained_model(inplace: bool) -> None:
+    ours = cached("sgd")
+    train(ours, batches(2))
+    stock, ids = plain_tables(), batches(3)[2].sparse_features
+    stock.load_state_dict(ours.state_dict())
+    how = {"inplace": inplace, "per_table_weight_dtype": {"t1": torch.half}}
+    found = [quantize_embeddings(nn.Sequential(own), torch.int8, **how)[0] for own in (ours, stock)]
+    assert all(type(own) is Quantised for own in found)
+    types = [{own.name: own.data_type for own in one.embedding_bag_configs()} for one in found]
+    assert types[0] == types[1] and types[0]["t1"] is DataType.FP16
+    assert torch.equal(*(own(ids).values() for own in found))
+
+
+@pytest.mark.usefixtures("sequences")
+def test_and_sequences_where_whole_models_are_quantized() -> None:
+    ours = cached("sgd")
+    train(ours, batches(2))
+    stock, ids = plain_tables(), batches(3)[2].sparse_features
+    stock.load_state_dict(ours.state_dict())
+    found = [quantize_inference_model(nn.Sequential(own))[0](ids) for own in (ours, stock)]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key].values(), found[1][key].values()) for key in found[0])
 
 
 def test_halves_take_half_of_the_memory() -> None:

@@ -33,6 +33,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim import RowWiseAdagrad, optimizers
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import distcache
@@ -232,6 +233,26 @@ def test_what_rows_do_not_have_is_refused() -> None:
     loss_of(model, data[0]).backward()
     with pytest.raises(ConfigError, match="rows were updated inside backward, before their norm"):
         distcache.clip_grad_norm_(model.parameters(), ebc, 1.0)
+
+
+@pytest.mark.usefixtures("kind")
+def test_torchrecs_filter_tells_which_tables_have_an_optimizer() -> None:
+    ebc, keys = fused(), [f"{key_of_tables()}.t{i}.weight" for i in range(4)]
+    assert list(dict(ebc.named_parameters())) == ["trainable"]
+    in_backward(torch.optim.SGD, views(ebc)["t1"].parameters(), {"lr": 0.1})
+    for include, wanted in ((True, keys[1:2]), (False, keys[:1] + keys[2:])):
+        found = dict(in_backward_optimizer_filter(ebc.named_parameters("a"), include))
+        assert list(found) == [f"a.{key}" for key in wanted]
+    weights = ebc.state_dict()
+    assert all(torch.equal(own, weights[key]) for key, own in ebc.named_parameters())
+    around = nn.Sequential(ebc)
+    assert list(dict(around.named_parameters())) == ["0.trainable"]
+    assert [own.numel() for own in (*ebc.parameters(), *around.parameters())] == [0, 0]
+    assert list(dict(ebc.named_parameters(remove_duplicate=False))) == ["trainable"]  # as export
+    assert not list(ebc.named_parameters(recurse=False)) + list(ebc.parameters(recurse=False))
+    assert list(dict(copy.deepcopy(ebc).named_parameters())) == ["trainable"]
+    ebc.requires_grad_(False)
+    assert len(ebc.frozen) == 4
 
 
 def test_names_and_defaults_are_theirs() -> None:

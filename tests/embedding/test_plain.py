@@ -175,7 +175,42 @@ def test_weights_come_in_and_go_out(one_thread, theirs, own) -> None:
     module.close()
 
 
+@pytest.mark.parametrize("theirs, own", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_stored_and_updated_in_float32(one_thread, theirs, own, dtype) -> None:
+    how = {"padding_idx": PAD, "dtype": dtype} | ({"mode": "sum"} if own is not PAIRS[1][1] else {})
+    torch.manual_seed(7)
+    stock = theirs(ROWS, DIM, **how)
+    torch.manual_seed(7)
+    module = own(ROWS, DIM, rows=60, optimizer=distcache.optim.SGD(lr=0.5), device="cpu", **how)
+    assert module.weight.dtype == dtype and torch.equal(module.weight, stock.weight)
+    wide = theirs(ROWS, DIM, **how | {"dtype": torch.float32})
+    rate = torch.optim.SGD(wide.parameters(), lr=0.5)
+    for step in range(4):
+        wide.load_state_dict(module.state_dict())
+        batch = ids(step, 6, 3)
+        found, wanted = module(batch), wide(batch)
+        assert found.dtype == dtype and torch.equal(found, wanted.to(dtype))
+        slopes = torch.randint(-8, 9, found.shape) / 16  # whose sums have no rounding
+        for one in (found, wanted):
+            (one * slopes).sum().backward()
+        module.step()
+        rate.step()
+        rate.zero_grad()
+        assert torch.equal(module.weight, wide.weight.to(dtype))
+    nn.Sequential(module).to(dtype)
+    with pytest.raises(ConfigError, match=f"in {dtype} and cannot become cpu, torch.float32"):
+        nn.Sequential(module).float()
+    if own is CachedEmbeddingBag:
+        wide.load_state_dict(module.state_dict())
+        weights = (torch.randint(0, 9, batch.shape) / 8).to(dtype)
+        found, wanted = module(batch, None, weights), wide(batch, None, weights.float())
+        assert torch.equal(found, wanted.to(dtype))
+    module.close()
+
+
 REFUSED = {
+    "dtype": (CachedEmbedding, {"dtype": torch.int8}, "float32"),
     "max_norm": (CachedEmbedding, {"max_norm": 1.0}, "torch.renorm"),
     "scale_grad_by_freq": (CachedEmbeddingBag, {"scale_grad_by_freq": True}, "leave it out"),
     "mode": (CachedEmbeddingBag, {"mode": "max"}, "amax"),
@@ -405,6 +440,59 @@ def test_two_ranks_under_ddp_give_the_weights_of_one(case, ahead, placement) -> 
     weight = expected(case, "adam", batches)[1]
     for found in ranks(trained, case, ahead, placement):
         close(found["table.weight"], weight)
+
+
+# -----------------------------------------------------------------------------
+# Inside a model that `distcache.fit` trains.
+
+
+class Fitted(nn.Module):
+    """A model of `distcache.fit` that looks up rows of its own."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+        torch.manual_seed(1)
+        self.out = nn.Linear(2 * DIM, 1)
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.out(torch.cat([pooled, self.table(dense.long())], 1)).squeeze(1)
+
+
+def fit(table: nn.Module, rank: int, folder: str) -> dict:
+    """What comes out of a run over this rank's batches."""
+    batches = [
+        (ids(10 * s + rank, 8, 3).float(), (ids(s, 8), torch.arange(9)), torch.arange(8) % 2.0)
+        for s in range(5)
+    ]
+    tables = [distcache.TableSpec("t", ROWS, DIM, ("t",))]
+    settings = {"cache.rows": 64, "run.dir": folder, "run.overwrite": True, "trainer.device": "cpu"}
+    model = Fitted(table)
+    how = {"eval_loader": batches[:2], "settings": settings}
+    result = distcache.fit(batches, tables, model, **how)
+    return {"out": model.out.weight.detach(), "loss": result.summary["final_loss"]}
+
+
+@job
+def fitted(rank: int, size: int, folder: str) -> dict:
+    given = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(3))
+    found = {}
+    for kind in (nn.EmbeddingBag, CachedEmbeddingBag):
+        table = kind.from_pretrained(given.clone(), mode="sum")
+        found[kind.__name__] = fit(table, rank, folder)
+        assert torch.equal(table.weight, given)
+    table.requires_grad_(True)
+    for other in (table, CachedEmbedding(ROWS, DIM, optimizer=distcache.optim.SGD(lr=0.1))):
+        with pytest.raises(ConfigError, match=r"model.table is a Cached.* in tables=.* freeze it"):
+            fit(other, rank, folder)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fit_reads_frozen_tables_of_a_model_and_refuses_others(tmp_path, size) -> None:
+    for found in ranks(fitted, str(tmp_path / "run"), size=size):
+        stock, own = found.values()
+        assert torch.equal(stock["out"], own["out"]) and stock["loss"] == own["loss"]
 
 
 # -----------------------------------------------------------------------------

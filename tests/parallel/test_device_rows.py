@@ -17,8 +17,8 @@ from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement, make_groups
+from distcache.engine.start import warm_blocks
 from distcache.engine.step import Flight
-from distcache.engine.whole import warm_blocks
 from distcache.errors import ConfigError, PlanError
 from distcache.parallel.cached import CachedSettings
 

@@ -45,6 +45,7 @@ OTHERS = (
     ({"mode": "host"}, None),
     ({"mode": "host", "access": "zero_copy"}, None),
     ({"mode": "resident"}, None),
+    ({"policy": Policy(resident="none")}, None),
 )
 """Changes of the settings of a tight cache, and what is made of statistics."""
 

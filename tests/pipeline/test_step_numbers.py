@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcache.engine.gradients import StepResult, agreement, words
+from distcache.engine.gradients import BUSY, SAVE, StepResult, agreement, words
 from distcache.engine.step import WAIT, Span, StageClock
 from distcache.parallel.base import Durations, stage_values
 from distcache.streams import DeviceClock
@@ -145,3 +145,10 @@ def test_what_follows_from_what_the_ranks_say(losses, stops, expected) -> None:
 def test_who_has_a_loss_that_is_no_number() -> None:
     found = agreement(torch.tensor([[1.0, 0], [math.nan, 0], [2.0, 0]], dtype=torch.float64))
     assert found.bad_ranks == (1,) and math.isnan(found.loss)
+
+
+def test_all_ranks_learn_of_a_checkpoint_that_waits_for_another() -> None:
+    """Which is due in minutes the first rank alone knows."""
+    for busy in (0, BUSY):
+        found = agreement(torch.tensor([[0.5, SAVE], [0.25, busy]], dtype=torch.float64))
+        assert (found.loss, found.save, found.waits) == (0.75, not busy, bool(busy))

@@ -79,6 +79,6 @@ def test_what_cannot_be_recorded() -> None:
         with pytest.raises(DataError, match="nothing to replay"):
             record_ids([np.array(step, np.int64) for step in steps], 9)
     with pytest.raises(ConfigError, match=r"world sizes \[\]"):
-        Recorder(9, [])
+        Recorder(np.array([0, 9]), [])
     with pytest.raises(ConfigError, match="3000000000 rows"):
-        Recorder(3 * 10**9)
+        Recorder(np.array([0, 3 * 10**9]))

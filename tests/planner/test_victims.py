@@ -11,12 +11,12 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import BODIES, PYTHON, make_layout, streams, using
-from policy_reference import Reference
+from policy_reference import Reference, resident
 
 from distcache.errors import ConfigError
 from distcache.planner import loops
 from distcache.planner.home import HomePlanner, Parts
-from distcache.planner.victims import PINNED, POLICIES, TAILS, ByCount, Policy
+from distcache.planner.victims import PINNED, POLICIES, RESIDENT, TAILS, ByCount, Policy
 from distcache.popularity.statistics import GroupPopularity
 
 ALL = [Policy(name) for name in POLICIES] + [Policy(tail=tail) for tail in TAILS if tail != "lfu"]
@@ -37,6 +37,7 @@ def check_home(case: tuple, home: int, restore_after: int) -> None:
     planner = HomePlanner(layout, home, slots, config.prefetch, *how)
     part, number = (of.tolist() for of in parts.parts_of(np.arange(layout.local_rows)))
     where = (part.__getitem__, np.diff(parts.edges).tolist(), number.__getitem__)
+    where += (resident(config.policy, layout, home, slots),)
     twin = Reference(config.policy, slots, config.lookahead, config.prefetch, classes, *where)
     slot_row, ingested = np.full(slots, -1), 0
     for now in range(len(stream)):
@@ -118,6 +119,25 @@ def test_work_is_in_proportion_to_the_rows_of_the_steps(
     assert home._home.table.shape[1] <= slots + 2000
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_rows_of_small_tables_come_once(world: int) -> None:
+    """Of 8 W slots or more for each row of theirs; a larger table's come again and again."""
+    layout = make_layout(5020, world, [4, 5010])
+    stream = [ids + 4 for ids in skewed(5000, 70, 120)]
+    small = np.r_[np.arange(4), np.arange(5010, 5020)]
+    fetched: dict[str, list[int]] = {}
+    for rule in RESIDENT:
+        found: list[int] = []
+        for home in range(world):
+            planner = HomePlanner(layout, home, -(-112 // world), 1, Policy(resident=rule))
+            local = [np.r_[ids, small[step % 14 :: 29]] for step, ids in enumerate(stream)]
+            local = [np.unique(layout.local(ids[layout.home(ids) == home])) for ids in local]
+            for decision in decisions(planner, local):
+                found += decision.fetch_rows.tolist()
+        fetched[rule] = [found.count(row) for row in small]
+    assert set(fetched["auto"]) == {1} and max(fetched["none"]) > 1
+
+
 def test_python_calls_do_not_grow_with_the_window() -> None:
     def calls(window: int) -> int:
         home, found = home_of(Policy(), 4000, 700), [0]
@@ -139,7 +159,7 @@ def test_python_calls_do_not_grow_with_the_window() -> None:
 
 
 def test_counts_grow_with_uses_and_halve_with_time() -> None:
-    policy = Policy("lfu", half_life=200)
+    policy = Policy("lfu", half_life=200, resident="none")
     home = home_of(policy, 400, 400)
     for step in range(1500):
         home.ingest(step, "train", [np.arange(400) if step % 4 == 0 else np.arange(200)])

@@ -27,7 +27,7 @@ from torch import Tensor
 from distcache import ops
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import make_groups
-from distcache.engine.whole import make_stores
+from distcache.engine.start import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import RowLayout, TableSpec
 from distcache.optim import row_update

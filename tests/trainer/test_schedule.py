@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from toy_parallel import ToySource
 
-from distcache.errors import ConfigError
-from distcache.popularity.hot_cold import COLD, HOT, BatchPlace
+from distcache.popularity.hot_cold import COLD, HOT
 from distcache.trainer.schedule import (
     STEADY_FALLS,
     Phase,
-    PhaseClock,
     PhasedSchedule,
     Schedule,
+    Sizes,
     make_schedule,
 )
 
@@ -56,8 +55,10 @@ def test_a_schedule_over_a_source():
     assert source.drawn == [("train", 0), ("eval", 0)]
     source.steps_per_epoch = source.eval_batches = None
     assert make_schedule(source, 0, 100, None, 8).eval_batches == 8
-    with pytest.raises(ConfigError, match=r"trainer\.steps"):
-        make_schedule(source, 0, None, None, 0)
+
+
+def clock_of(rate: float, sizes: Sizes) -> PhasedSchedule:
+    return PhasedSchedule(0, None, None, 0, Phase(rate), 0, sizes)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_schedule_over_a_source():
     ],
 )
 def test_phases_of_an_epoch(sizes, rate, expected):
-    clock, done, seen = PhaseClock(Phase(rate), 0, lambda epoch: sizes), 0, []
+    clock, done, seen = clock_of(rate, lambda epoch: sizes), 0, []
     while done < sum(sizes):
         phase = clock.begin(done)
         seen.append(f"{phase.kind}{phase.left}")
@@ -86,7 +87,7 @@ def test_every_batch_once_whatever_the_losses(seed):
     rng = np.random.default_rng(seed)
     each = np.maximum(rng.integers(0, 30, (3, 2)), [[0, 1], [1, 0], [0, 1]])
     total, losses = int(each.sum()), rng.random(2000)
-    clock = PhaseClock(Phase(float(rng.uniform(0.01, 1))), 0, lambda e: tuple(each[e].tolist()))
+    clock = clock_of(float(rng.uniform(0.01, 1)), lambda epoch: tuple(each[epoch].tolist()))
     done, seen = 0, Counter()
     while done < total:
         phase = clock.begin(done)
@@ -94,9 +95,9 @@ def test_every_batch_once_whatever_the_losses(seed):
         first = getattr(phase, phase.kind)
         seen.update((phase.epoch, phase.kind, first + at) for at in range(phase.left))
         done += phase.left
-        assert clock.at(done).due
+        assert clock.position(done).due
         assert 1 / max(each[phase.epoch]) <= clock.learn(done, losses[done]).rate <= 1 or (
-            clock.at(done).rate == phase.rate
+            clock.position(done).rate == phase.rate
         )
     assert done == total
     kinds = [(epoch, kind) for epoch in range(3) for kind in (HOT, COLD)]
@@ -127,8 +128,9 @@ class Source:
     def epoch(self, number):
         return self
 
-    def batch(self, place: BatchPlace, step: int, rank: int, world_size: int) -> str:
-        return f"{place.kind} {place.epoch} {place.number} {step}"
+    def batch(self, place: tuple, step: int, rank: int, world_size: int) -> str:
+        epoch, kind, number = place
+        return f"{kind} {epoch} {number} {step}"
 
     def eval_batch(self, index: int, rank: int, world_size: int) -> str:
         return f"eval {index}"
