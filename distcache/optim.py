@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from distcache import ops
 from distcache.errors import ConfigError
 from distcache.ops.formulas import FORMULAS, digits_of
 from distcache.ops.reference import Rule, update_parts
@@ -467,27 +466,6 @@ def by_table(
                 "collection differ in lr and weight_decay alone; make a collection for each"
             )
     return found if len(set(found)) > 1 else found[:1]
-
-
-def apply_rows(
-    optimizer: RowUpdate,
-    weight: Tensor,
-    state: Tensor | None,
-    slots: Tensor,
-    gradient: Tensor,
-    lr: float,
-    step: int,
-    enabled: Tensor | None = None,
-) -> None:
-    """One optimizer step on the rows at `slots`, in place.
-
-    `weight`: float `[C, D]` and `state`: `[C, S]` (None where S = 0), changed in place; `slots`:
-    `[U]`, distinct; `gradient`: `[U, D]`, left as it is; `lr` and `step` as in
-    `RowUpdate.rule`; `enabled`: bool or uint8 of one element, or None for true: where it is 0
-    nothing is written, and nobody waits for the device to know. All on one device. The bits do not
-    depend on C or slots.
-    """
-    ops.update_rows(optimizer.rule(lr, step), weight, state, slots, gradient, enabled)
 
 
 # -----------------------------------------------------------------------------

@@ -323,7 +323,6 @@ class EarlierSteps:
             if step is not None:
                 step.reduce()
 
-    @torch.no_grad()
     def joined(self) -> OpenStep | None:
         """The open step; where backward has come to steps before it, one of the rows of all to
         which it came, planned now, with the gradients that each has. By all ranks.
@@ -352,7 +351,8 @@ class EarlierSteps:
             step.close()
         self._steps.clear()
         step = tables.open(tables.plan_inline(reads, "train"), reads, frozen)
-        step.take_over(list(zip(lookups, gradients, strict=True)))
+        with torch.no_grad():
+            step.take_over(list(zip(lookups, gradients, strict=True)))
         return step
 
 

@@ -188,7 +188,6 @@ class RowOptimizer(KeyedOptimizer):
         """Whether rows are updated at the end of a step's backward pass."""
         return self._member.recipe.in_backward
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows of the step whose backward is done; called by all ranks.
 

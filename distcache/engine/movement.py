@@ -28,8 +28,8 @@ from distcache.engine.step import (
     running,
 )
 from distcache.layout import HALVES, RowKind, RowLayout
-from distcache.ops import put
-from distcache.optim import RowUpdate, apply_rows
+from distcache.ops import put, update_rows
+from distcache.optim import RowUpdate
 from distcache.step_plan import StepPlan, Transfer
 from distcache.store.old_rows import OldRows, mark_new
 from distcache.store.rows import DirectRows, Rows, RowStore
@@ -335,7 +335,7 @@ class GroupRows:
 
         `where`: the plan on the device; `sums`: of the replicated rows, `[U, D]`, or, where homes
         keep the state, of this home's `[U_h, D]`, and of its sharded rows, `[H, D]`; None: left as
-        they are. `enabled`: as in `apply_rows`.
+        they are. `enabled`: as in `ops.update_rows`.
         """
         cache, (replicated, own) = self.cache, sums
         if replicated is not None:
@@ -368,8 +368,8 @@ class GroupRows:
             there = only.to(places.device)
             places, gradient = places.index_select(0, there), gradient.index_select(0, there)
             changed = changed[only]
-        update, count = choice.update, choice.count
-        apply_rows(update, *parts, places, gradient, update.lr, count, enabled)
+        rule = choice.update.rule(choice.update.lr, choice.count)
+        update_rows(rule, *parts, places, gradient, enabled)
         self.cache.mark_dirty(changed)
 
     def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:

@@ -382,7 +382,7 @@ class CachedTables:
     ) -> None:
         """Update the step's rows and state in place, where autograd records nothing, inside stage
         `apply`; then `return_rows`. `choices`: of all rows, or of each group, whose other rows are
-        left as they are; `enabled`: as in `optim.apply_rows`."""
+        left as they are; `enabled`: as in `ops.update_rows`."""
         parts = (self.rows, flight.plans, flight.where, sums.replicated, sums.sharded)
         for place, (rows, plan, where, *own) in enumerate(zip(*parts, strict=True)):
             for one in (choices,) if isinstance(choices, RowChoice) else choices[place]:

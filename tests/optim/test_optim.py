@@ -17,7 +17,7 @@ from reference_trainer import Settings, optimizers
 from torch import nn
 
 from distcache.errors import ConfigError
-from distcache.ops import reference
+from distcache.ops import reference, update_rows
 from distcache.optim import (
     SGD,
     Adagrad,
@@ -29,7 +29,6 @@ from distcache.optim import (
     MomentumSGD,
     PartialRowWiseAdam,
     RowWiseAdagrad,
-    apply_rows,
     by_table,
     dense_optimizer,
     load_state,
@@ -117,7 +116,7 @@ def test_equal_to_torch_over_random_rows(name, seed, count, dim):
         theirs.param_groups[0]["lr"] = lr = LR / step
         theirs.step()
         order = torch.randperm(len(touched), generator=generator)
-        apply_rows(optimizer, weight, state, touched[order], gradient[order], lr, step)
+        update_rows(optimizer.rule(lr, step), weight, state, touched[order], gradient[order])
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-14, atol=1e-15)
     for key, columns in optimizer.state_columns(dim).items():
         found = theirs.state[parameter]
@@ -156,7 +155,7 @@ def test_on_rows_of_one_element_that_are_all_named_it_is_torchs_dense_one(name):
         gradient = torch.randn(count, 1, generator=generator, dtype=torch.float64)
         parameter.grad = gradient.clone()
         theirs.step()
-        apply_rows(optimizer, weight, state, torch.arange(count), gradient, LR, step)
+        update_rows(optimizer.rule(LR, step), weight, state, torch.arange(count), gradient)
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-13, atol=1e-14)
 
 
@@ -166,7 +165,7 @@ def test_ftrl_by_hand():
     state, found = new_state(optimizer, 1, 1), []
     for step, (gradient, lr) in enumerate([(3.0, 0.5), (-4.0, 0.5), (7.0, 0.0)], 1):
         gradient = torch.full((1, 1), gradient, dtype=torch.float64)
-        apply_rows(optimizer, weight, state, torch.tensor([0]), gradient, lr, step)
+        update_rows(optimizer.rule(lr, step), weight, state, torch.tensor([0]), gradient)
         found.append([*weight[0].tolist(), *state[0].tolist()])
     first = (-0.1 + 9) / (3 / 0.5 + 0.5)  # sum = 9, linear = 3 - 3 / 0.5 2 = -9
     linear = -9 - 4 - (5 - 3) / 0.5 * first
@@ -175,7 +174,7 @@ def test_ftrl_by_hand():
     assert found[1] == pytest.approx([second, 25, linear], rel=1e-14)
     assert found[2] == found[1]
     small = Ftrl(0.5, 100.0)
-    apply_rows(small, weight, new_state(small, 1, 1), torch.tensor([0]), weight + 1, 0.5, 1)
+    update_rows(small.rule(0.5, 1), weight, new_state(small, 1, 1), torch.tensor([0]), weight + 1)
     assert weight.item() == 0.0
 
 
@@ -221,7 +220,7 @@ def test_blocks_and_slots_change_no_bit(name, monkeypatch):
         cache_state = new_state(optimizer, 3 * count, dim, torch.float32)
         slots = torch.randperm(3 * count, generator=generator)[:count]
         cache[slots] = weight
-        apply_rows(optimizer, cache, cache_state, slots, gradient, LR, 1)
+        update_rows(optimizer.rule(LR, 1), cache, cache_state, slots, gradient)
         assert torch.equal(cache[slots], expected)
         others = torch.ones(3 * count, dtype=torch.bool).index_fill_(0, slots, False)
         assert (cache[others] == 7.0).all()
