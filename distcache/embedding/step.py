@@ -548,7 +548,8 @@ class CollectionTables:
 
     def begin_anew(self, found: Mapping[int, tuple[np.ndarray, Tensor]]) -> None:
         """Let rows of tables, by index, be these: ids int64 `[n]` and weights `[n, D]`, with the
-        state of new rows; between two steps."""
+        state of new rows; between two steps. Raises NonFiniteLossError as `apply`."""
+        self._judge(0)  # all other rows stay, and with them what is to be told of them
         self._let_go("rows of evicted ids start anew")
         self.engine.forget()
         for index, rows in found.items():

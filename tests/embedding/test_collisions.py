@@ -33,7 +33,7 @@ from torchrec.modules.mc_embedding_modules import (
 import distcache
 from distcache import lookahead
 from distcache.embedding import collisions
-from distcache.errors import ConfigError, PeerError, PlanError
+from distcache.errors import ConfigError, NonFiniteLossError, PeerError, PlanError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -763,6 +763,21 @@ def test_rows_start_anew_after_a_checkpoint_as_without(tmp_path):
             collection.close()
         found.append(weights)
     ebc_cases.assert_same(*found)
+
+
+def test_rows_that_start_anew_do_not_hide_that_training_has_stopped():
+    collection, model = ours("lfu", "adagrad", reset_evicted=True, on_nonfinite="stop")
+    stopped = list[int]()
+    for at, batch in enumerate(skewed(12)):  # ids are evicted with every third or fourth
+        try:
+            loss = loss_of(model, batch)
+            (loss * float("inf") if at == 6 else loss).backward()
+            collection.step()
+        except NonFiniteLossError:
+            stopped.append(at)
+            collection.optimizer.zero_grad()
+    assert stopped == [6, 7, 8, 9, 10, 11]
+    collection.close()
 
 
 @job
