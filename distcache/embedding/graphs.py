@@ -118,15 +118,13 @@ class _Quantization:
     def __init__(self, torchs: Any) -> None:
         self._torchs, self.kinds = torchs, dict[type[nn.Module], type[nn.Module]]()
 
-    def quantize_dynamic(
-        self, model: nn.Module, qconfig_spec: dict[Any, Any], mapping: dict[Any, Any], **how: Any
-    ) -> nn.Module:
-        """torch's, whose `qconfig_spec` and `mapping` are by class; by all ranks."""
-        for own, theirs in self.kinds.items():
-            for by_class in (qconfig_spec, mapping):
-                if theirs in by_class:
-                    by_class.setdefault(own, by_class[theirs])
-        return self._torchs.quantize_dynamic(model, qconfig_spec, mapping=mapping, **how)
+    def quantize_dynamic(self, *args: Any, **how: Any) -> nn.Module:
+        """torch's, of whose arguments two are by class; by all ranks."""
+        for given in (*args, *how.values()):
+            for own, theirs in self.kinds.items() if isinstance(given, dict) else ():
+                if theirs in given:
+                    given.setdefault(own, given[theirs])
+        return self._torchs.quantize_dynamic(*args, **how)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._torchs, name)

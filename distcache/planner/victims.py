@@ -118,7 +118,7 @@ def auto_lookahead(ids_per_step: float, prefetch: int) -> int:
 # window leave first, in the order of their keys; then the farthest next use. Slots used in the last
 # P steps are *held* and leave only when the others are short, oldest last use first (ScratchPipe,
 # ISCA 2022, holds past + current + future rows for the same reason). Pinned rows leave where no
-# other row can, least recently used first. `loops.take` does that.
+# other row can, those last that the last P steps used. `loops.take` does that.
 
 _PER_OCTAVE = 12
 """Levels of a count for each doubling: neighbours differ by 6 %."""

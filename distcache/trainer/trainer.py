@@ -192,9 +192,9 @@ class Loop:
 
     def checkpoint(self) -> bool:
         """Write the checkpoint that is due; whether the loop is over instead."""
-        self.due = False
         if self.look() or self.saver is None:
             return True
+        self.due = False  # also of steps after which it was still due, whose results came just now
         self.saver.write(self.outcome.state, metrics_of(self.outcome.evaluation))
         self.mark = time.perf_counter()
         return False

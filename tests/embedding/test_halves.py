@@ -35,6 +35,7 @@ from ebc_cases import (
 from scenarios import count_ids
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.inference import modules as inference
 from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 from torchrec.modules.embedding_configs import DataType
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as Quantised
@@ -409,3 +410,10 @@ def test_a_scaler_and_clipping_see_float32_gradients() -> None:
     plain.step()
     assert_same(weights_of(ebc), weights_of(plain))
     assert not torch.equal(*(one["embedding_bags.t0.weight"] for one in (start, weights_of(ebc))))
+
+
+def test_others_quantize_by_the_same_name_as_torch_lets_them() -> None:
+    cached("sgd")
+    for how in (({nn.Linear}, torch.qint8), ({nn.Linear}, torch.float16, None, True), ()):
+        made = inference.quant.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), *how)
+        assert type(made[0]) is torch.ao.nn.quantized.dynamic.Linear

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,19 @@ def by_the_clock(rank: int, size: int, home: str) -> tuple[list[int], tuple[str,
 def test_minutes_are_those_of_rank_0(tmp_path):
     first, second = run_ranks(by_the_clock, 2, str(tmp_path))
     assert first == second and len(first[0]) > 2
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_what_was_due_for_several_steps_is_written_once(tmp_path, world, monkeypatch, delay):
+    """Losses are read steps later, and so is that a checkpoint is due."""
+    now = [0.0]
+    monkeypatch.setattr(saving, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Waiting):
+        def train_step(self, step, asks=0):
+            now[0] += 100 * (step.batch.index == 4)
+            return super().train_step(step, asks)
+
+    how = {"trainer__checkpoint_every": "60s", "trainer__keep_checkpoints": 9}
+    toy_run(world, tmp_path, Slow(world, delay), ToySource(), **how)
+    assert steps(tmp_path) == [6 + delay, 14]
