@@ -467,7 +467,11 @@ def popularity_of(traces: Sequence[Trace]) -> Popularity:
     Counts are of the training steps. For `static` the hottest rows are pinned, as many as
     `pinned_rows` says.
     """
-    counted = [_table(trace) for trace in traces]
+    counted = []
+    for trace in traces:
+        rows, counts = trace.row_counts()
+        total, distinct = int(counts.sum()), int(np.count_nonzero(counts))
+        counted.append(TableCounts("trace", trace.rows, total, distinct, counts, rows))
 
     @cache
     def plain(group: int) -> np.ndarray:
@@ -512,10 +516,3 @@ def pinned_rows(trace: Trace, hottest: np.ndarray, case: Case, group: int = 0) -
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _table(trace: Trace) -> TableCounts:
-    rows, counts = trace.row_counts()
-    return TableCounts(
-        "trace", trace.rows, int(counts.sum()), int(np.count_nonzero(counts)), counts, rows
-    )

@@ -16,8 +16,6 @@ from distcache.planner.rank import distinct_rows
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------
-# What a stream of ids asks of every home: its distinct rows step by step, found once.
-#
 # All that a cache does depends on these alone, so a trace is recorded once for each number of
 # ranks and then replayed by as many cases as one likes (`replay`, `belady`).
 
@@ -145,11 +143,9 @@ class Recorder:
         if self._bytes > self.most_bytes and not self.full:
             self.full = True
             log.warning(
-                "the trace ends after %d steps: its distinct rows take %s, at most %s are "
-                "used; give fewer steps or world sizes, or larger batches",
-                len(self._training),
-                describe_bytes(self._bytes),
-                describe_bytes(self.most_bytes),
+                f"the trace ends after {len(self._training)} steps: its distinct rows take "
+                f"{describe_bytes(self._bytes)}, at most {describe_bytes(self.most_bytes)} are "
+                "used; give fewer steps or world sizes, or larger batches"
             )
 
     def finish(self) -> Trace:

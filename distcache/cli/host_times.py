@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,20 +43,6 @@ _PARCEL, _PIECES = 4 << 20, 16
 """Bytes of a step's index tensors, and how many these are."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What a planner did for a step, means of `_TIMED` steps: `ids` read, distinct `rows`, of which
-    `fetched` came; `home`: whether rows come and go; `seconds`: the least on its thread's core;
-    `serial`: the share of them that several threads would not share."""
-
-    ids: float
-    rows: float
-    fetched: float
-    home: bool
-    seconds: float
-    serial: float
-
-
 class Counted(Threads):
     """The thread that calls, and the seconds of its core in what several would share."""
 
@@ -82,8 +68,8 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     """
     plan = partial(time_planner, world, table_rows, batch)
     found = [plan(stream, room) for stream in _STREAMS for room in _ROOMS]
-    counts = [[1.0, p.ids, p.rows, p.home * p.rows, p.fetched] for p in found]
-    planning, by_id, by_row, decided, fetched = fit(counts, [p.seconds for p in found])
+    counts, seconds, serial = zip(*found, strict=True)
+    planning, by_id, by_row, decided, fetched = fit(counts, seconds)
     placed = by_row * HOST.placed_s / (HOST.named_s + HOST.placed_s)
     return replace(
         HOST,
@@ -93,7 +79,7 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         placed_s=placed,
         decided_s=decided,
         fetched_s=fetched,
-        serial=found[len(_ROOMS) - 1].serial,
+        serial=serial[len(_ROOMS) - 1],
         planner_threads=planner_threads("auto", world),
         launch_s=_launch_seconds(world.device),
         byte_s=_byte_seconds(),
@@ -108,9 +94,14 @@ def time_planner(
     batch: int,
     stream: tuple[float, float] = _STREAMS[0],
     room: int = _ROOMS[-1],
-) -> Planned:
+) -> tuple[list[float], float, float]:
     """The planner of one home, which is all that there is, over a stream of `_STREAMS`, with room
-    for the rows of so many steps."""
+    for the rows of so many steps (0: no row comes or goes).
+
+    Of a step, means of `_TIMED`: 1, ids read, distinct rows, those that a home decides on, and rows
+    that came; then the least seconds on its thread's core, and the share of them that several
+    threads would not share.
+    """
     share, zipf = stream
     samples = max(1, round(share * batch))
     source = SyntheticSource(SyntheticSpec(table_rows, zipf=zipf, global_batch_size=samples))
@@ -142,21 +133,18 @@ def time_planner(
     plans = planner.planned(itertools.cycle(batches), lambda: False)
     for _ in range(_WARM):
         next(plans)
-    threads.seconds = 0.0
-    steps = [_timed_plan(plans) for _ in range(_TIMED)]
+    threads.seconds, steps = 0.0, []
+    for _ in range(_TIMED):
+        began = time.thread_time()
+        flight = next(plans)
+        taken = time.thread_time() - began
+        (plan,) = flight.plans
+        steps.append((taken, plan.all_distinct, plan.misses))
     seconds, rows, fetched = zip(*steps, strict=True)
-    ids, serial = len(batches[0].ids.values), 1.0 - threads.seconds / sum(seconds)
-    means = float(np.mean(rows)), float(np.mean(fetched))
-    return Planned(ids, *means, room > 0, min(seconds), serial)
-
-
-def _timed_plan(plans: Iterator) -> tuple[float, int, int]:
-    """Of one more step: seconds on this thread's core, distinct rows, rows fetched."""
-    began = time.thread_time()
-    flight = next(plans)
-    taken = time.thread_time() - began
-    (plan,) = flight.plans
-    return taken, plan.all_distinct, plan.misses
+    ids, serial = float(len(batches[0].ids.values)), 1.0 - threads.seconds / sum(seconds)
+    mean = float(np.mean(rows))
+    counts = [1.0, ids, mean, (room > 0) * mean, float(np.mean(fetched))]
+    return counts, min(seconds), serial
 
 
 def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

@@ -10,7 +10,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from distcache.cli.run import leave, output_folder, run_job, set_up_logging, tra
 from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
-from distcache.config.checks import at_least, auto_or_count, byte_count, one_of, refuse_if
+from distcache.config.checks import byte_count, check_section, one_of, refuse_if
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import (
     DEVICES,
@@ -35,6 +35,7 @@ from distcache.cost.cluster import (
     device_compute,
     parse_link,
     read_cluster,
+    write_cluster,
 )
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import (
@@ -61,7 +62,7 @@ from distcache.trainer.plan_cache import measure
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
 
-_STATES = ("auto", "replicated", "home")
+_STATES, _DATA_TYPES = ("auto", "replicated", "home"), ("FP32", "FP16", "BF16")
 _LEAST_MEMORY = 1e3
 """Bytes of a device; fewer were meant to be of another unit."""
 
@@ -76,33 +77,43 @@ class Options:
     zipf: list[float] = option([1.05], "exponent of each table, or one for all")
     bag_size: list[float] = option([1.0], "ids of a sample in each table, or one for all")
     width: list[int] = option([16], "width D of each table, or one for all")
-    data_type: str = option("FP32", "rows as stored, cached and moved: FP32, FP16 or BF16")
-    batch: int = option(2048, "samples of one rank and step (b)")
+    data_type: str = option(
+        "FP32", "rows as stored, cached and moved: FP32, FP16 or BF16", choice=_DATA_TYPES
+    )
+    batch: int = option(2048, "samples of one rank and step (b)", least=1)
     optim: OptimConfig = field(default_factory=OptimConfig)
     dense_parameters: int = option(-1, "of the dense part; -1: those of the default DLRM")
-    world_size: int = option(8, "ranks (W)")
-    nodes: int = option(1, "nodes that they are on, as many on each")
+    world_size: int = option(8, "ranks (W)", least=1)
+    nodes: int = option(1, "nodes that they are on, as many on each", least=1)
     inside: Any = option(
         "nvlink4", "link between ranks of a node; by name, or '{bandwidth: 25e9, latency: 5e-6}'"
     )
     between: Any = option("400gbe", "link from a node to others, one network card of it")
-    cards: int = option(0, "network cards of a node; 0: one per rank")
+    cards: int = option(0, "network cards of a node; 0: one per rank", least=0)
     host: Any = option("pcie5", "link of a rank to its host's memory")
-    access: str = option("staged", f"way of rows over it: {', '.join(ACCESS)}")
-    planner_threads: int = option(0, "threads that plan on a rank; 0: 6, or measured, as auto")
-    device: str = option("h100", f"what computes: {', '.join(DEVICES)}")
+    access: str = option("staged", f"way of rows over it: {', '.join(ACCESS)}", choice=ACCESS)
+    planner_threads: int = option(
+        0, "threads that plan on a rank; 0: 6, or measured, as auto", least=0
+    )
+    device: str = option("h100", f"what computes: {', '.join(DEVICES)}", choice=tuple(DEVICES))
     device_memory: str = option("", "bytes of a device, such as 80g; empty: the device's")
     measure: bool = option(False, "measure inside, host and compute on this machine")
-    measure_ranks: int = option(2, "measure=true: local ranks that measure")
-    cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio")
+    measure_ranks: int = option(2, "measure=true: local ranks that measure", least=1)
+    cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio", least=0)
     cache_ratio: float = option(0.015, "slots of a rank as a share of all rows")
-    state: str = option("auto", "optimizer state of replicated rows: auto, replicated or home")
+    state: str = option(
+        "auto", "optimizer state of replicated rows: auto, replicated or home", choice=_STATES
+    )
     replicated_rows: Any = option(None, "mixed with these rows, {t_cat_0: 1000}; null: the best")
-    objective: str = option("time", "what the winner has least of: time or bytes")
-    lookahead: Any = option("auto", "window L of the planner, steps; auto: as a run chooses it")
-    prefetch: int = option(1, "steps P that movement runs ahead")
-    steps: int = option(0, "of a run from an empty cache; 0: once the cache is warm")
-    most_ranks: int = option(1024, "the sweep goes over 1, 2, 4, ... ranks up to this")
+    objective: str = option(
+        "time", "what the winner has least of: time or bytes", choice=OBJECTIVES
+    )
+    lookahead: Any = option(
+        "auto", "window L of the planner, steps; auto: as a run chooses it", counted=0
+    )
+    prefetch: int = option(1, "steps P that movement runs ahead", least=0)
+    steps: int = option(0, "of a run from an empty cache; 0: once the cache is warm", least=0)
+    most_ranks: int = option(1024, "the sweep goes over 1, 2, 4, ... ranks up to this", least=1)
     output: str = option("", "folder of the report; empty: runs/plan-<time>")
 
 
@@ -110,7 +121,7 @@ class Options:
 class Request:
     """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
     None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
-    None: presets; `times`: of the threads of a rank's host, as measured or of the table."""
+    None: presets."""
 
     options: Options
     sources: tuple[TableSource, ...]
@@ -122,7 +133,6 @@ class Request:
     replicated_rows: dict[str, int] | None
     output: Path
     measured: Cluster | None = None
-    times: HostTimes = HOST
 
     @property
     def state(self) -> str:
@@ -153,8 +163,8 @@ class Request:
 
     @property
     def threads(self) -> HostTimes:
-        """What the threads of a rank's host take."""
-        options, found = self.options, self.times
+        """What the threads of a rank's host take, as measured or of the table."""
+        options, found = self.options, HOST if self.measured is None else self.measured.threads
         if options.planner_threads:
             found = replace(found, planner_threads=options.planner_threads)
         return replace(found, row_s=0.0) if options.access == ZERO_COPY else found
@@ -195,13 +205,19 @@ class Request:
 def parse_request(line: Line[Options]) -> Request:
     """The request of a command line; ConfigError, naming the key, for what makes no sense."""
     options, given = line.values, line.given
-    least = {"batch": 1, "world_size": 1, "nodes": 1, "cache_rows": 0}
-    least |= {"prefetch": 0, "steps": 0, "most_ranks": 1, "cards": 0, "measure_ranks": 1}
-    least |= {"planner_threads": 0}
-    for key, bound in least.items():
-        at_least(key, getattr(options, key), bound)
-    auto_or_count("lookahead", options.lookahead)
-    _check_choices(options, given)
+    check_section("", options)
+    refuse_if(
+        options.cache_rows and "cache_ratio" in given,
+        f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict each "
+        "other: give one of them",
+    )
+    timed = ["host"] + ["inside"] * (options.measure_ranks > 1)  # one rank has no link to time
+    for key in timed:
+        refuse_if(
+            options.measure and key in given,
+            f"{key}={getattr(options, key)} and measure=true, which times this machine's: leave "
+            "one out",
+        )
     measured = options.measure and "device_memory" not in given and "device" not in given
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
@@ -223,29 +239,15 @@ def parse_request(line: Line[Options]) -> Request:
     return Request(options, sources, update, *links, memory, rows, output)
 
 
-def _check_choices(options: Options, given: Collection[str]) -> None:
-    """Raise ConfigError for a name that is none, and for keys that exclude each other."""
-    choices = {"objective": OBJECTIVES, "state": _STATES, "device": list(DEVICES)}
-    choices |= {"access": ACCESS, "data_type": ("FP32", "FP16", "BF16")}
-    for key, words in choices.items():
-        one_of(key, getattr(options, key), words)
-    refuse_if(
-        options.cache_rows and "cache_ratio" in given,
-        f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict each "
-        "other: give one of them",
-    )
-    timed = ["host"] + ["inside"] * (options.measure_ranks > 1)  # one rank has no link to time
-    for key in timed:
-        refuse_if(
-            options.measure and key in given,
-            f"{key}={getattr(options, key)} and measure=true, which times this machine's: leave "
-            "one out",
-        )
-
-
 def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
     """The tables, from statistics or sizes. ConfigError where they contradict each other."""
-    rows = _sizes(options, given)
+    rows = tuple(options.table_rows or ())
+    if options.preset:
+        sizes = f"preset={options.preset} and table_rows={options.table_rows}"
+        refuse_if("table_rows" in given, f"{sizes}: give one of them")
+        known = {f"criteo_{name}": rows for name, rows in TABLES.items()}
+        one_of("preset", options.preset, list(known))
+        rows = known[options.preset]
     if options.statistics:
         for key in ("zipf", "bag_size"):
             refuse_if(
@@ -270,16 +272,6 @@ def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
     return zipf_sources(rows, *each)
 
 
-def _sizes(options: Options, given: Collection[str]) -> tuple[int, ...]:
-    if not options.preset:
-        return tuple(options.table_rows or ())
-    sizes = f"preset={options.preset} and table_rows={options.table_rows}"
-    refuse_if("table_rows" in given, f"{sizes}: give one of them")
-    known = {f"criteo_{name}": rows for name, rows in TABLES.items()}
-    one_of("preset", options.preset, list(known))
-    return known[options.preset]
-
-
 def _each(key: str, values: Sequence[Any], count: int, least: int) -> list[Any]:
     """One value for each of `count` tables, all of them at least `least`."""
     refuse_if(
@@ -302,21 +294,20 @@ def measured_here(request: Request) -> Request:
     """The request with what this machine reaches, by as many local ranks as it asks for."""
     options, ranks = request.options, request.options.measure_ranks
     with tempfile.TemporaryDirectory() as folder:
-        out, said = Path(folder) / "measured.json", Path(folder) / "log"
-        want = {"width": request.widest.dim, "tables": len(request.sources), "out": str(out)}
+        said = Path(folder) / "log"
+        want = {"width": request.widest.dim, "tables": len(request.sources), "out": folder}
         want |= {"batch": options.batch, "optim": options.optim.name}
         want |= {"table_rows": [source.rows for source in request.sources]}
         command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
         code = run_job(command, ranks, said)
-        if code or not out.exists():
+        if code:
             raise DistcacheError(
                 f"measure=true: {ranks} local ranks ended with exit code {code}:\n"
                 f"{said.read_text()[-2000:]}"
             )
-        found = read_cluster(out)
+        found = read_cluster(folder)
     inside = found.inside if ranks > 1 else request.inside  # one rank has no link to measure
-    known = {"measured": found, "times": found.threads}
-    return replace(request, host=found.host, inside=inside, **known)
+    return replace(request, host=found.host, inside=inside, measured=found)
 
 
 def main() -> int:
@@ -324,7 +315,7 @@ def main() -> int:
 
     Its argument says what to measure: for `batch` samples with `tables` vectors of `width` elements
     and the optimizer `optim`, over tables of `table_rows`; rank 0 writes the cluster of these ranks
-    to `out`.
+    into the folder `out`.
     """
     want, place = json.loads(sys.argv[1]), find_place()
     set_up_logging("INFO", place.rank, place.world_size)
@@ -337,8 +328,7 @@ def main() -> int:
         found = measure(world, want["width"], update, model.to(world.device), shape)
         threads = measure_host(world, want["table_rows"], want["batch"], want["width"])
         if world.is_first:
-            cluster = replace(found.cluster(world), threads=threads)
-            Path(want["out"]).write_text(json.dumps(asdict(cluster)))
+            write_cluster(replace(found, threads=threads), Path(want["out"]))
         close_world(world)
         return 0
     except DistcacheError as error:

@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a command's own keys with a sentence for `--help`."""
-    return _field(default, help=help)
+def option(default: Any, help: str, **rule: Any) -> Any:
+    """A field of a command's own keys with a sentence for `--help`, and a rule as those below."""
+    return _field(default, help=help, **rule)
 
 
 def choice(*words: str, default: str | None = None) -> Any:

@@ -62,9 +62,10 @@ def check_values(config: Config, but: Collection[str] = ()) -> None:
 
 
 def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
-    """`check_values` of one section of the tree."""
+    """`check_values` of one section of the tree, or of a command's own keys, which have no name."""
     for own in fields(section):
-        key, value, rule = f"{name}.{own.name}", getattr(section, own.name), own.metadata
+        key, value = f"{name}.{own.name}".lstrip("."), getattr(section, own.name)
+        rule = own.metadata
         default = own.default if own.default_factory is MISSING else own.default_factory()
         if key in but:
             continue

@@ -287,9 +287,6 @@ def check_world(cluster: Cluster, sizes: Sequence[int]) -> None:
 
 FILE = "cluster.json"
 
-_LINKS = ("host", "inside", "between")
-_PARTS: dict[str, type] = {"compute": Compute, "threads": HostTimes}
-
 
 def write_cluster(cluster: Cluster, folder: Path) -> Path:
     """Write `cluster.json` into `folder`; its path."""
@@ -313,24 +310,17 @@ def read_cluster(path: str | Path, key: str = "cache.cluster") -> Cluster:
     except ValueError as error:
         raise ConfigError(f"{key}={path} is no JSON ({error}): {how}") from error
     try:
-        return _cluster(values)
+        for name in ("ranks", "host", "inside"):
+            if values.get(name) is None:
+                raise ConfigError(f"{name} is missing: give the {FILE} of python -m distcache.plan")
+        for name in ("host", "inside", "between"):
+            if (given := values.get(name)) is not None:  # errors call it by its key
+                own = {part: value for part, value in given.items() if part != "name"}
+                values[name] = replace(parse_link(name, own), name=given.get("name", "given"))
+        for name, make in (("compute", Compute), ("threads", HostTimes)):
+            values[name] = make(**values.get(name, {}))
+        return Cluster(**values)
     except ConfigError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{key}={path} describes no cluster ({error!r}): {how}") from error
-
-
-def _cluster(values: dict[str, Any]) -> Cluster:
-    for key in ("ranks", "host", "inside"):
-        if values.get(key) is None:
-            raise ConfigError(f"{key} is missing: give the {FILE} of python -m distcache.plan")
-    links = {name: _link(name, values[name]) for name in _LINKS if values.get(name) is not None}
-    parts = {name: make(**values.get(name, {})) for name, make in _PARTS.items()}
-    others = {name: v for name, v in values.items() if name not in (*_LINKS, *_PARTS)}
-    return Cluster(**links, **others, **parts)
-
-
-def _link(which: str, values: dict[str, Any]) -> Link:
-    """The link of key `which`, by whose name an error calls it."""
-    own = {key: value for key, value in values.items() if key != "name"}
-    return replace(parse_link(which, own), name=values.get("name", "given"))

@@ -70,8 +70,6 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
 
 
 # -----------------------------------------------------------------------------
-# Which rows a step needs, on one rank and on any: what every placement's traffic follows from.
-#
 # Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and
 # step, q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of
 # a node.

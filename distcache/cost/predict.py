@@ -99,27 +99,22 @@ def exchange_seconds(exchange: Exchange, cluster: Cluster) -> float:
     if exchange.nbytes <= 0 or cluster.ranks == 1:
         return 0.0
     inside, between = (exchange.busiest * part for part in split(exchange, cluster))
-    near, far = _messages(exchange.pattern, cluster)
-    second = 0.0
-    if exchange.pattern in (SPREAD, SHARED) and cluster.nodes > 1 and cluster.local_ranks > 1:
-        own = exchange.busiest * exchange.nbytes * (cluster.local_ranks - 1) / (cluster.ranks - 1)
+    local, nodes, second = cluster.local_ranks, cluster.nodes, 0.0
+    ways = {
+        SPREAD: (local - 1, nodes - 1),
+        RING: (nodes * (local - 1), nodes),
+        TREE: (2 * math.log2(local), 2 * math.log2(nodes)),
+    }
+    # Messages that follow one another on the way to ranks of its node, and of others.
+    near, far = ways.get(exchange.pattern, (local - 1, cluster.ranks - local))
+    if exchange.pattern in (SPREAD, SHARED) and nodes > 1 and local > 1:
+        own = exchange.busiest * exchange.nbytes * (local - 1) / (cluster.ranks - 1)
         second = cluster.collective_s + cluster.inside.seconds(inside - own, near)
         inside = own
     seconds = [cluster.inside.seconds(inside, near if inside else 0)]
     if cluster.between is not None and between:
         seconds.append(cluster.between.seconds(between, far))
     return cluster.collective_s + max(seconds) + second
-
-
-def _messages(pattern: str, cluster: Cluster) -> tuple[float, float]:
-    """Messages that follow one another on a rank's way to its node's ranks, and to other nodes."""
-    local, nodes = cluster.local_ranks, cluster.nodes
-    ways = {
-        SPREAD: (local - 1, nodes - 1),
-        RING: (nodes * (local - 1), nodes),
-        TREE: (2 * math.log2(local), 2 * math.log2(nodes)),
-    }
-    return ways.get(pattern, (local - 1, cluster.ranks - local))  # to each
 
 
 def step_time(
@@ -531,18 +526,13 @@ def prefix_above(table: TableDemand, threshold: float) -> int:
 
 def _why(order: Sequence[Prediction], objective: str) -> str:
     units = {"time": ("ms per step", 1e3), "bytes": ("KiB per rank and step", 1 / 1024)}
-    unit, scale = units[objective]
-    texts = [
-        f"{p.placement} {_three_digits(p.cost[objective] * scale)}{' (refused)' * bool(p.refused)}"
-        for p in order
-    ]
+    (unit, scale), texts = units[objective], []
+    for p in order:
+        cost, digits = p.cost[objective] * scale, 2
+        if cost > 0:  # three digits that count, or more
+            digits = max(0, min(9, 2 - math.floor(math.log10(cost))))
+        texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
     return f"predicted {unit}: {', '.join(texts)}"
-
-
-def _three_digits(value: float) -> str:
-    """A number above 0 with at least three digits that count."""
-    digits = 2 if value <= 0 else max(0, min(9, 2 - math.floor(math.log10(value))))
-    return f"{value:,.{digits}f}"
 
 
 # -----------------------------------------------------------------------------

@@ -315,8 +315,9 @@ def expected_hits(
     fetched = warm.fetched(rows, chance, steps)
     small = miniature(rows, chance, slots, (window, prefetch), steps)
     if small is not None:
-        first = float(rows @ (1.0 - (1.0 - chance) ** small.steps))
-        fetched += first + small.again - warm.fetched(rows, chance, small.steps)
+        played, again = small
+        first = float(rows @ (1.0 - (1.0 - chance) ** played))
+        fetched += first + again - warm.fetched(rows, chance, played)
     return Hits(touched, fetched / steps, max(fetched - slots, 0.0) / steps)
 
 
@@ -342,7 +343,9 @@ def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefe
     """
     kept, static = prefetch + 1 + window, 0.0
     while True:
-        passing = rows * _passing(chance, kept, prefetch + 1)
+        rest = (1.0 - chance) ** kept
+        stays = 1.0 - rest + chance * rest * (prefetch + 1 - kept)
+        passing = rows * np.minimum(stays, 1.0)  # shares of the time in the cache
         ends = np.concatenate(([0.0], np.cumsum(rows)))
         room = ends + passing.sum() - np.concatenate(([0.0], np.cumsum(passing)))
         if room[0] <= slots or kept == prefetch + 1:
@@ -366,13 +369,6 @@ def _by_chance(group: GroupDemand) -> tuple[np.ndarray, np.ndarray]:
     return rows[used], chance[used]
 
 
-def _passing(chance: np.ndarray, kept: int, held: int) -> np.ndarray:
-    """Share of the time that a row touched with probability `chance` is in the cache if it stays
-    for its next use at most `kept` steps away, else for `held` steps."""
-    rest = (1.0 - chance) ** kept
-    return np.minimum(1.0 - rest + chance * rest * (held - kept), 1.0)
-
-
 # -----------------------------------------------------------------------------
 # What the planner does with drawn rows: a small copy of a run from its first step on.
 #
@@ -391,18 +387,11 @@ _SURE = 8.0
 """Rows are drawn with at most so many uses in a step: as good as always named."""
 
 
-@dataclass(frozen=True)
-class Miniature:
-    """Over `steps` steps, scaled up: rows fetched `again`, as they had left."""
-
-    steps: int
-    again: float
-
-
 def miniature(
     rows: np.ndarray, chance: np.ndarray, slots: float, ahead: tuple[int, int], steps: int
-) -> Miniature | None:
-    """The default policy over at most `steps` steps from an empty cache of `slots` slots.
+) -> tuple[int, float] | None:
+    """The default policy over at most `steps` steps from an empty cache of `slots` slots: over how
+    many, and the rows fetched again, as they had left, scaled up.
 
     `rows[i]` rows are touched by a step with probability `chance[i]` each, independently; float64
     `[k]`; `ahead`: L and P. The same input gives the same counts. None where a step has more rows
@@ -414,11 +403,16 @@ def miniature(
     steps = int(min(steps, max(USES / (least * uses), 1.0)))
     share = min(USES / (steps * uses), 1.0)
     drawn = _draw(rows * share, rate, steps)
+    total = max((int(rows.max()) + 1 for rows in drawn if len(rows)), default=1)
+    layout = RowLayout([TableSpec("drawn", total, 1, ("drawn",))], 1)
+    window, prefetch = ahead
+    run = HomeRun(HomePlanner(layout, 0, max(round(slots * share), 1), prefetch))
     try:
-        again = _fetched_again(drawn, max(round(slots * share), 1), ahead)
+        decided = run.over((("train", rows) for rows in drawn), window)
+        fetched = sum(len(decision.fetch) for decision, *_ in decided)
     except StepTooLargeError:
         return None
-    return Miniature(steps, again / share)
+    return steps, (fetched - len(np.unique(np.concatenate(drawn)))) / share
 
 
 def _draw(rows: np.ndarray, rate: np.ndarray, steps: int) -> list[np.ndarray]:
@@ -440,14 +434,3 @@ def _draw(rows: np.ndarray, rate: np.ndarray, steps: int) -> list[np.ndarray]:
     first = np.append(True, (np.diff(row) != 0) | (np.diff(step) != 0))[: len(row)]
     row, step = row[first], step[first]
     return np.split(row, np.searchsorted(step, np.arange(1, steps)))
-
-
-def _fetched_again(drawn: list[np.ndarray], slots: int, ahead: tuple[int, int]) -> int:
-    """Rows that one home's planner fetches after the first time."""
-    window, prefetch = ahead
-    total = max((int(rows.max()) + 1 for rows in drawn if len(rows)), default=1)
-    layout = RowLayout([TableSpec("drawn", total, 1, ("drawn",))], 1)
-    run = HomeRun(HomePlanner(layout, 0, slots, prefetch))
-    steps = run.over((("train", rows) for rows in drawn), window)
-    fetched = sum(len(decision.fetch) for decision, *_ in steps)
-    return fetched - len(np.unique(np.concatenate(drawn)))

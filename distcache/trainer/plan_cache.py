@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -49,42 +49,17 @@ _SMALL, _LARGE = 1 << 12, 1 << 22
 """Bytes that a rank sends to a peer, for latency and bandwidth."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds and bytes per second of one rank while all ranks do the same.
-
-    `inside`: to the ranks of its node, None: alone there; `latency_s`: of an exchange with all of
-    them that sends next to nothing; `between`: to the ranks of other nodes, None on one node. Where
-    nodes have different numbers of ranks they count as one.
-    """
-
-    inside: float | None
-    latency_s: float
-    host: float
-    compute: Compute
-    between: Link | None = None
-
-    def cluster(self, world: World) -> Cluster:
-        """A cluster of this world's ranks. On a CPU all movement takes the cores that compute. What
-        the threads of their hosts take is the table's, with as many that plan as here."""
-        nodes = 1 if self.between is None else world.nodes.count
-        peers = max(world.size // nodes - 1, 1)
-        inside = Link(self.inside or 1e12, self.latency_s / peers, "measured")
-        links = Link(self.host, 0.0, "measured"), inside, self.between
-        overlap = 0.0 if world.device.type == "cpu" else 1.0
-        cluster = Cluster(world.size, *links, nodes, compute=self.compute)
-        threads = replace(HOST, planner_threads=planner_threads("auto", world))
-        return replace(cluster, collective_s=0.0, overlap=overlap, threads=threads)
-
-
 def measure(
     world: World, dim: int, update: RowUpdate, model: nn.Module, shape: tuple[int, int, int]
-) -> Measured:
+) -> Cluster:
     """Time the links, rows of `dim` elements, and `model(dense [b, F], pooled [b, P]) -> logits
-    [b]`, on the world's device; `shape`: (b, F, P). All ranks call this.
+    [b]`, on the world's device, while all ranks do the same; `shape`: (b, F, P). All ranks call
+    this, and get the same numbers: the least of a few repetitions, then the mean over ranks. Takes
+    about a second.
 
-    The least of a few repetitions, then the mean over ranks: all ranks get the same numbers.
-    Takes about a second.
+    Where nodes have different numbers of ranks they count as one. On a CPU all movement takes the
+    cores that compute. What the threads of their hosts take is the table's, with as many that plan
+    as here.
     """
     generator = torch.Generator().manual_seed(world.rank)
     nodes, every = world.nodes, range(world.size)
@@ -105,15 +80,22 @@ def measure(
         own / world.size
     ).tolist()
 
-    def bandwidth(few: float, many: float, peers: int) -> float:
-        return (_LARGE - _SMALL) * peers / max(many - few, 1e-9)
+    def link(few: float, many: float, peers: int) -> Link:
+        bandwidth = (_LARGE - _SMALL) * peers / max(many - few, 1e-9)
+        return Link(bandwidth, few / peers, "measured")
 
-    inside = bandwidth(few, many, len(near) - 1) if len(near) > 1 else None
-    between = None
-    if far:
-        between = Link(bandwidth(far_few, far_many, len(far)), far_few / len(far), "measured")
-    compute = Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / shape[0])
-    return Measured(inside, few, _ROWS * dim * 4 / host, compute, between)
+    alone = Link(1e12, few, "measured")
+    return Cluster(
+        world.size,
+        host=Link(_ROWS * dim * 4 / host, 0.0, "measured"),
+        inside=link(few, many, len(near) - 1) if len(near) > 1 else alone,
+        between=link(far_few, far_many, len(far)) if far else None,
+        nodes=nodes.count if far else 1,
+        compute=Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / shape[0]),
+        collective_s=0.0,
+        overlap=0.0 if world.device.type == "cpu" else 1.0,
+        threads=replace(HOST, planner_threads=planner_threads("auto", world)),
+    )
 
 
 def _timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
@@ -503,4 +485,4 @@ def _measured_cluster(
     batch = max(1, config.data.global_batch_size // world.size)
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         own = copy.deepcopy(model).to(world.device, torch.float32)
-        return measure(world, widest, update, own, (batch, features, width)).cluster(world)
+        return measure(world, widest, update, own, (batch, features, width))

@@ -303,16 +303,14 @@ class RecordedRun:
         if self._late and whole.refused is None:
             late = replay(self._late, [small], self.classes)[0]
             times = (self.steps - self.recorded) / late.steps
-            pairs = zip(groups, late.groups, strict=True)
-            groups = tuple(_goes_on(one, other, times) for one, other in pairs)
+            found = []
+            for one, other in zip(groups, late.groups, strict=True):
+                # Once the cache is full, as many rows leave as come.
+                more = vars(other) | {"written_back": other.fetched}
+                counts = {name: own + times * more[name] for name, own in vars(one).items()}
+                found.append(GroupCounts(**counts))
+            groups = tuple(found)
         return replace(whole, case=case, steps=self.steps, groups=groups)
-
-
-def _goes_on(whole: GroupCounts, late: GroupCounts, times: float) -> GroupCounts:
-    """The counts of `whole` with `times` those of `late`."""
-    # Once the cache is full, as many rows leave as come.
-    more = vars(late) | {"written_back": late.fetched}
-    return GroupCounts(**{name: own + times * more[name] for name, own in vars(whole).items()})
 
 
 def _late(trace: Trace) -> Trace:

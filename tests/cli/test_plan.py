@@ -20,7 +20,7 @@ from distcache.cli.plan_run import Options, Request, default_parameters, make_pl
 from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import close_world
-from distcache.cost.cluster import HOST, PRESETS, read_cluster
+from distcache.cost.cluster import HOST, PRESETS, Cluster, read_cluster
 from distcache.cost.traffic import CACHED, HYBRID
 from distcache.models import build_model
 from distcache.optim import row_update
@@ -209,13 +209,12 @@ def test_the_default_dense_part_is_that_of_the_experiment() -> None:
     assert default_parameters([16] * 26) == sum(p.numel() for p in model.parameters())
 
 
-def measured(rank: int, size: int, sizes: tuple[int, ...]) -> tuple:
+def measured(rank: int, size: int, sizes: tuple[int, ...]) -> Cluster:
     world = open_nodes(rank, sizes)
     model = build_model("dlrm", 13, [8] * 3, [16, 8], [8, 1])
     found = measure(world, 8, row_update("adagrad", 0.1), model, (16, 13, 24))
-    cluster = found.cluster(world)
     close_world(world)
-    return found, cluster
+    return found
 
 
 @pytest.mark.parametrize(
@@ -225,16 +224,16 @@ def test_ranks_measure_the_same_machine(sizes: tuple[int, ...]) -> None:
     """And what is between nodes of equal size."""
     found = run_ranks(measured, sum(sizes), sizes)
     assert len({repr(own) for own in found}) == 1  # or ranks would choose differently
-    first, cluster = found[0]
-    assert first.host > 1e6 and min(vars(first.compute).values()) > 0
+    cluster = found[0]
+    assert cluster.host.bandwidth > 1e6 and min(vars(cluster.compute).values()) > 0
     assert cluster.ranks == sum(sizes) and cluster.overlap == cluster.collective_s == 0.0
     assert cluster.threads == replace(HOST, planner_threads=1)
     alike = len(set(sizes)) == 1
     assert cluster.nodes == (len(sizes) if alike else 1)
-    assert cluster.between == first.between
-    assert (first.between is not None) == (alike and len(sizes) > 1)
-    assert (first.inside is None) == (sizes == (1, 1))
-    for link in filter(None, (cluster.between, cluster.inside if first.inside else None)):
+    assert (cluster.between is not None) == (alike and len(sizes) > 1)
+    alone = sizes == (1, 1)
+    assert (cluster.inside.bandwidth == 1e12) == alone
+    for link in filter(None, (cluster.between, None if alone else cluster.inside)):
         assert link.bandwidth > 1e5 and link.latency > 0 and link.name == "measured"
 
 
