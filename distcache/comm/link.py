@@ -51,14 +51,12 @@ def gather_bytes(nbytes: int, world_size: int) -> int:
     return (world_size - 1) * nbytes // world_size
 
 
-def all_to_all_bytes(
-    nbytes: int, send_splits: Sequence[int] | None, rank: int, world_size: int
-) -> int:
-    """Bytes that leave `rank` when it sends `nbytes` in parts of `send_splits` (None: equal)."""
-    if not send_splits:
-        return gather_bytes(nbytes, world_size)
+def bytes_beyond(nbytes: int, send_splits: Sequence[int], near: range) -> int:
+    """Of `nbytes` that a rank sends in parts of `send_splits`, one for each rank, those that go to
+    others than the ranks `near`."""
     total = sum(send_splits)
-    return nbytes * (total - send_splits[rank]) // total if total else 0
+    far = total - sum(send_splits[near.start : near.stop])
+    return nbytes * far // total if total else 0
 
 
 class CollectiveCounters:
@@ -136,7 +134,7 @@ def _sent(name: str, call: dict[str, Any], nodes: Nodes | None) -> tuple[Tensor,
             splits = [tensor.nbytes for tensor in tensors]
         away = sum(part for part, far in zip(splits, outside, strict=True) if far)
         between = nbytes * away // max(1, sum(splits))
-        return tensors[0], all_to_all_bytes(nbytes, splits, me, size), between
+        return tensors[0], bytes_beyond(nbytes, splits, range(me, me + 1)), between
     sent = (all_reduce_bytes if name == "all_reduce" else gather_bytes)(nbytes, size)
     return tensors[0], sent, sent if outside[(me + 1) % size] else 0
 
@@ -315,8 +313,9 @@ class Link:
             group = world.node_group or group  # one node has no other group
         if size == 1:
             return lambda: tensor
-        nbytes = all_to_all_bytes(tensor.nbytes, send_counts, rank, size)
-        between = nodes.bytes_between(rank, send_counts, tensor.nbytes) if nodes else 0
+        nbytes, between = bytes_beyond(tensor.nbytes, send_counts, range(rank, rank + 1)), 0
+        if nodes:
+            between = bytes_beyond(tensor.nbytes, send_counts, nodes.ranks(nodes.of(rank)))
         self.counters.count(category, nbytes, between)
         send, receive = list(send_counts), list(receive_counts)
         source = (tensor.cpu() if self._staged else tensor).contiguous()

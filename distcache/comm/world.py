@@ -65,13 +65,6 @@ class Nodes:
         """The rank of `node` that takes from `rank` what all of that node's ranks get."""
         return self.firsts[node] + (rank - self.firsts[self.of(rank)]) % self.sizes[node]
 
-    def bytes_between(self, rank: int, send_counts: Sequence[int], nbytes: int) -> int:
-        """Of `nbytes` that `rank` sends in parts of `send_counts`, those to ranks of other
-        nodes."""
-        total, own = sum(send_counts), self.ranks(self.of(rank))
-        inside = sum(send_counts[own.start : own.stop])
-        return nbytes * (total - inside) // total if total else 0
-
 
 @dataclass(frozen=True)
 class Claim:

@@ -26,7 +26,7 @@ from distcache.comm.link import (
     Link,
     agree_on,
     all_reduce_bytes,
-    all_to_all_bytes,
+    bytes_beyond,
     count_collectives,
     gather_bytes,
     on_first,
@@ -319,9 +319,9 @@ def test_the_offset_is_wrong_by_at_most_what_it_says() -> None:
 def test_formulas() -> None:
     assert [all_reduce_bytes(1200, w) for w in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
     assert [gather_bytes(1200, w) for w in (1, 2, 3, 4)] == [0, 600, 800, 900]
-    assert all_to_all_bytes(80, [3, 5, 2], rank=1, world_size=3) == 40
-    assert all_to_all_bytes(90, None, rank=1, world_size=3) == 60
-    assert all_to_all_bytes(0, [0, 0, 0], rank=1, world_size=3) == 0
+    assert bytes_beyond(80, [3, 5, 2], range(1, 2)) == 40
+    assert bytes_beyond(80, [3, 5, 2], range(1, 3)) == 24
+    assert bytes_beyond(0, [0, 0, 0], range(1, 2)) == 0
 
 
 def _call(name: str, rank: int, dtype: torch.dtype) -> None:
