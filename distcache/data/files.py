@@ -153,13 +153,9 @@ def _line_start(stream: BinaryIO, file: InputFile, at: int) -> int:
     if at == 0 or at >= file.bytes:
         return min(at, file.bytes)
     stream.seek(at - 1)
-    at -= 1
-    while chunk := stream.read(1 << 16):
-        found = chunk.find(b"\n")
-        if found >= 0:
-            return at + found + 1
-        at += len(chunk)
-    return file.bytes
+    while (piece := stream.readline(1 << 16)) and not piece.endswith(b"\n"):
+        pass
+    return min(stream.tell(), file.bytes)
 
 
 def gunzip(
@@ -356,8 +352,9 @@ class MappedRows:
         self._file.check_unchanged()
         result = np.empty((len(rows), *self._values.shape[1:]), self._values.dtype)
         with self._lock:
-            failed = not self._gather(rows) or self._read(result) != result.nbytes
-        if failed:
+            whole = self._gather(rows)
+            bytes_read = os.preadv(self._memory, [result.reshape(-1).view(np.uint8)], 0)
+        if not whole or bytes_read != result.nbytes:
             self._file.check_unchanged()
             raise DataError(f"{self._file.path} cannot be read: the disk or its network failed")
         return result
@@ -383,7 +380,3 @@ class MappedRows:
                 return False
             at += size
         return True
-
-    def _read(self, result: np.ndarray) -> int:
-        """Copy the anonymous memory into `result`; the bytes copied."""
-        return os.preadv(self._memory, [result.reshape(-1).view(np.uint8)], 0)

@@ -278,16 +278,11 @@ class InteractionsSource(SlicedSource):
         each = 1 + spec.negatives
         self.order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
         super().__init__(len(train.users) * each, len(rest.users) * each, spec.global_batch_size)
+        users, items = len(np.unique(found.users)), len(np.unique(found.items))
         logger.info(
-            "%d interactions of %d users with %d items: %d train, %d are held out, %d negatives "
-            "each; tables of %d and %d rows",
-            len(found.users),
-            len(np.unique(found.users)),
-            len(np.unique(found.items)),
-            len(train.users),
-            len(rest.users),
-            spec.negatives,
-            *self.table_rows,
+            f"{len(found.users)} interactions of {users} users with {items} items: "
+            f"{len(train.users)} train, {len(rest.users)} are held out, {spec.negatives} negatives "
+            f"each; tables of {self.table_rows[0]} and {self.table_rows[1]} rows"
         )
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:

@@ -186,7 +186,16 @@ class OwnBatches:
         start = {key: self._start[key] for key in ("epoch", "items", "loader")}
         self._positions[step] = pickle.dumps(start), self._drawn
         for epoch in range(self._start["epoch"], self._epochs):
-            done = self._begin_pass(epoch)
+            done = self._start["items"]
+            if epoch > self._start["epoch"]:
+                done = 0
+                self._begin_items(epoch)
+                if self._items is self._loader:
+                    raise ConfigError(
+                        f"epochs={self._epochs}, but the loader is an iterator, which can be read "
+                        "once: pass an object that makes a new iterator each time, such as a "
+                        "DataLoader"
+                    )
             while (item := self._draw(step)) is not _END:
                 done += 1
                 self._remember(step + 1, epoch, done)
@@ -206,7 +215,9 @@ class OwnBatches:
     def _begin_items(self, epoch: int) -> None:
         """Begin a pass; the workers of the last one go first."""
         self._items = None
-        self._set_epoch(epoch)
+        set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:  # a distributed sampler wants to know
+            set_epoch(epoch)
         self._draws = self._draws or Draws(self._loader)
         self._drawn = self._draws.states()
         self._items = iter(self._loader)
@@ -228,18 +239,6 @@ class OwnBatches:
         if len(self._positions) > self._keep:
             self._positions.popitem(last=False)
 
-    def _begin_pass(self, epoch: int) -> int:
-        """Take up a pass; how many of its items are done."""
-        if epoch > self._start["epoch"]:
-            self._begin_items(epoch)
-            if self._items is self._loader:
-                raise ConfigError(
-                    f"epochs={self._epochs}, but the loader is an iterator, which can be read "
-                    "once: pass an object that makes a new iterator each time, such as a DataLoader"
-                )
-            return 0
-        return self._start["items"]
-
     def _draw(self, number: int) -> Any:
         """The next item of the pass, or `_END`, also after `close`."""
         if not self._looked_at:
@@ -248,12 +247,6 @@ class OwnBatches:
         if isinstance(item, DataError):
             raise item
         return item
-
-    def _set_epoch(self, epoch: int) -> None:
-        """Tell a distributed sampler its epoch, as it wants."""
-        set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
 
 
 def _packed(position: Any) -> bytes:

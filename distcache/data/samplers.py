@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -226,7 +227,7 @@ class RowGroupOrder:
         self.one_window = self.samples <= window
         self._seed, self._window = seed, window
         self._all = SampleOrder(self.samples, key_of(seed, 0), shuffle=window > 0)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._epoch = lru_cache(2)(partial(_blocks_of, self.sizes, seed, window))
 
     @property
     def widest(self) -> int:
@@ -271,23 +272,20 @@ class RowGroupOrder:
             inside = shuffle.positions(epoch, max(start, low) - low, min(stop, high) - low)
             yield inside + low
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Blocks in the order of an epoch, the position at which each begins `[blocks + 1]`, and
-        the places in that order at which windows begin, with the end; of the last two epochs."""
-        known = self._epochs.get(epoch)
-        if known is not None:
-            return known
-        count = len(self.sizes)
-        blocks = SampleOrder(count, key_of(self._seed, 2)).positions(epoch, 0, count)
-        starts = np.concatenate(([0], np.cumsum(self.sizes[blocks])))
-        windows = [0]
-        while windows[-1] < count:
-            enough = np.searchsorted(starts, starts[windows[-1]] + self._window, side="left")
-            windows.append(min(int(enough), count))
-        for old in [e for e in self._epochs if e < epoch - 1]:
-            self._epochs.pop(old, None)
-        self._epochs[epoch] = blocks, starts, np.array(windows)
-        return self._epochs[epoch]
+
+def _blocks_of(
+    sizes: np.ndarray, seed: int, window: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks in the order of an epoch, the position at which each begins `[blocks + 1]`, and the
+    places in that order at which windows begin, with the end."""
+    count = len(sizes)
+    blocks = SampleOrder(count, key_of(seed, 2)).positions(epoch, 0, count)
+    starts = np.concatenate(([0], np.cumsum(sizes[blocks])))
+    windows = [0]
+    while windows[-1] < count:
+        enough = np.searchsorted(starts, starts[windows[-1]] + window, side="left")
+        windows.append(min(int(enough), count))
+    return blocks, starts, np.array(windows)
 
 
 SampleOrdering = SampleOrder | BlockOrder | RowGroupOrder
