@@ -67,17 +67,6 @@ def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     check_line(line)
     output = output_folder(line.values.output, "runs/analyze-")
     open_folder(output, "output")
-    text, stopped_by = _analysis(line, output, command)
-    sys.stdout.write(f"\n{text}")
-    sys.stdout.flush()
-    log.info("the report is in %s", output)
-    return 128 + stopped_by if stopped_by else 0
-
-
-def _analysis(
-    line: Line[AnalyzeConfig], output: Path, command: Sequence[str]
-) -> tuple[str, int | None]:
-    """Analyze a data source; the text for the terminal, and the signal that cut it short."""
     wanted, overrides = line.values, line.overrides
     if not any(word.startswith("cache.statistics=") for word in overrides):
         # Where statistics are not given, they are those that are counted now.
@@ -93,7 +82,10 @@ def _analysis(
     text = _report(analysis, output, command)
     write_statistics(output, analysis.counted.statistics)
     log.info("for training by popularity: cache.statistics=%s", output)
-    return text, analysis.stopped_by
+    sys.stdout.write(f"\n{text}")
+    sys.stdout.flush()
+    log.info("the report is in %s", output)
+    return 128 + analysis.stopped_by if analysis.stopped_by else 0
 
 
 # -----------------------------------------------------------------------------

@@ -127,24 +127,19 @@ def check_line(line: Line[CompareConfig]) -> None:
         refuse_if(key in line.given, itself)
     for mode in own.modes:
         one_of("modes", mode, list(VARIANTS))
-        _check_free(mode, line.overrides)
+        for layout in VARIANTS[mode]:
+            key = layout.partition("=")[0]
+            for given in line.overrides:
+                refuse_if(
+                    given.partition("=")[0].lstrip("+") == key,
+                    f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
+                    f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout",
+                )
     twice = f"modes={','.join(own.modes)} names a mode twice: use repeats=2"
     refuse_if(len(set(own.modes)) < len(own.modes), twice)
     at_least("world_size", own.world_size, 1)
     at_least("repeats", own.repeats, 1)
     refuse_if(not own.modes, "modes is empty: name at least one")
-
-
-def _check_free(mode: str, overrides: Sequence[str]) -> None:
-    """ConfigError for an override of a key that a layout sets."""
-    for own in VARIANTS[mode]:
-        key = own.partition("=")[0]
-        for given in overrides:
-            refuse_if(
-                given.partition("=")[0].lstrip("+") == key,
-                f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
-                f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout",
-            )
 
 
 def prepare(line: Line[CompareConfig]) -> list[Job]:
@@ -169,16 +164,11 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
             errors.append(error)
     if len(errors) == len(jobs):
         raise errors[0]
-    _check_different(seen)
-    return jobs
-
-
-def _check_different(configs: dict[str, Config]) -> None:
-    """ConfigError for two modes whose configuration is one and the same."""
-    for one, other in combinations(configs, 2):
+    for one, other in combinations(seen, 2):
         same = f"modes={one},{other} are one and the same configuration"
         how = "leave one of them out; repeats=2 runs it twice"
-        refuse_if(configs[one] == configs[other], f"{same}: {how}")
+        refuse_if(seen[one] == seen[other], f"{same}: {how}")
+    return jobs
 
 
 def _taken(overrides: Sequence[str], modes: Sequence[str], mode: str) -> list[str]:

@@ -38,18 +38,7 @@ from distcache.cli.run import (
     set_up_logging,
     take_over_ctrl_c,
 )
-from distcache.comm.rendezvous import (
-    TIMEOUT_S,
-    Place,
-    cause_of,
-    describe,
-    end_with_agent,
-    find_place,
-    open_store,
-    publish,
-    receive,
-    start_timeout,
-)
+from distcache.comm import rendezvous
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.keys import without_use
 from distcache.config.tree import Config
@@ -68,20 +57,20 @@ def main() -> int:
 
 
 def launch(
-    go: Callable[[str, Place, dist.Store | None], int],
-    compose: Callable[[Place], Composed] | None = None,
+    go: Callable[[str, rendezvous.Place, dist.Store | None], int],
+    compose: Callable[[rendezvous.Place], Composed] | None = None,
 ) -> int:
     """Run this rank of a job: what `go` makes of what rank 0 composes; its exit code."""
     take_over_ctrl_c()
-    end_with_agent()
+    rendezvous.end_with_agent()
     os.umask(0o077)  # what a run leaves is its owner's
-    place = Place()
+    place = rendezvous.Place()
     store = None
     try:
-        place = find_place()
+        place = rendezvous.find_place()
         set_up_logging("INFO", place.rank, place.world_size)
-        limit = start_timeout(sys.argv[1:])
-        store = open_store(place, limit)
+        limit = rendezvous.start_timeout(sys.argv[1:])
+        store = rendezvous.open_store(place, limit)
         composed = agree(place, store, limit, compose)
         return composed.exit_code if composed.text is None else go(composed.text, place, store)
     except KeyboardInterrupt:
@@ -95,15 +84,15 @@ def launch(
 
 
 def agree(
-    place: Place,
+    place: rendezvous.Place,
     store: dist.Store | None,
-    timeout_s: float = TIMEOUT_S,
-    compose: Callable[[Place], Composed] | None = None,
+    timeout_s: float = rendezvous.TIMEOUT_S,
+    compose: Callable[[rendezvous.Place], Composed] | None = None,
 ) -> Composed:
     """Rank 0: compose, check and publish. Others: receive, within `timeout_s` seconds. The same
     value on every rank."""
     if place.rank > 0 and store is not None:
-        return Composed(**receive(store, timeout_s))
+        return Composed(**rendezvous.receive(store, timeout_s))
     composed, agreed = Composed(None, 1), Composed(None, 1)
     try:
         composed = (compose or compose_command_line)(place)
@@ -121,7 +110,7 @@ def agree(
         show(error)
     finally:
         # Whatever happened, also an error nobody expected: the other ranks must hear of it.
-        publish(store, place.world_size, asdict(agreed))
+        rendezvous.publish(store, place.world_size, asdict(agreed))
     return agreed
 
 
@@ -147,7 +136,9 @@ def is_restart() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def run(config: Config, place: Place, store: dist.Store | None, given: Collection[str] = ()) -> int:
+def run(
+    config: Config, place: rendezvous.Place, store: dist.Store | None, given: Collection[str] = ()
+) -> int:
     """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
     # Imported here: `--help` and `--cfg job` need no trainer.
     from distcache.trainer.checkpoint import check_run_folder
@@ -165,7 +156,7 @@ def run(config: Config, place: Place, store: dist.Store | None, given: Collectio
 
 
 def in_world(
-    config: Config, place: Place, store: dist.Store | None, work: Callable[[World], None]
+    config: Config, place: rendezvous.Place, store: dist.Store | None, work: Callable[[World], None]
 ) -> int:
     """Do `work` in the world of all ranks of a job; this rank's exit code."""
     from distcache.trainer.build import compute_threads
@@ -236,14 +227,8 @@ def open_run_folder(
         raise ConfigError(
             f"run.dir={run_dir} cannot be written ({error.strerror}): name another folder"
         ) from error
-    log.info(
-        "%s on %d rank(s), %s, %s; run folder %s",
-        config.parallel.mode,
-        world.size,
-        world.device.type,
-        world.backend,
-        run_dir,
-    )
+    where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
+    log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
     if idle := without_use(config, world.size, given):
         log.info("without use in this run, on %d rank(s): %s", world.size, ", ".join(idle))
     if "trainer.checkpoint_every" in given and not config.run.save:
@@ -271,12 +256,12 @@ def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:
     return list(later) if begin else []
 
 
-def report(error: Exception, place: Place, store: dist.Store | None) -> int:
+def report(error: Exception, place: rendezvous.Place, store: dist.Store | None) -> int:
     """Say which rank failed first and why, in a line; exit code 1.
 
     The rank whose failure caused the others' says it; they only say that they stopped.
     """
-    cause = cause_of(store, place.rank, error)
+    cause = rendezvous.cause_of(store, place.rank, error)
     if cause.rank == place.rank:
         show(error)
     else:
@@ -290,10 +275,10 @@ def report(error: Exception, place: Place, store: dist.Store | None) -> int:
 def show(error: Exception) -> None:
     """A line for an error that a user can act on, a traceback for any other."""
     if isinstance(error, DistcacheError):
-        log.error(describe(error))
+        log.error(rendezvous.describe(error))
         log.debug("where it came from", exc_info=error)
     else:
-        log.error(describe(error), exc_info=error)
+        log.error(rendezvous.describe(error), exc_info=error)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,15 @@ class Options:
     @property
     def chosen_policies(self) -> list[Policy]:
         """`policies` without their windows."""
-        if list(self.policies) != ["all"]:
-            return [policy_named(name) for name in self.policies]
-        others = (name for name in POLICIES if name != "lookahead")
-        return [*(Policy(tail=tail) for tail in TAILS), *map(Policy, others)]
+        if list(self.policies) == ["all"]:
+            others = (name for name in POLICIES if name != "lookahead")
+            return [*(Policy(tail=tail) for tail in TAILS), *map(Policy, others)]
+        found = []
+        for name in self.policies:
+            one_of("analyze.policies", name, [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)])
+            policy, _, tail = name.partition("-")
+            found.append(Policy(policy, tail or DEFAULT.tail))
+        return found
 
 
 @dataclass
@@ -124,13 +129,6 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
             f"analyze.{key} out",
         )
     _ = options.share, options.chosen_policies
-
-
-def policy_named(name: str) -> Policy:
-    """`lookahead`, `lookahead-lfu`, `lru`, ... Raises ConfigError."""
-    policy, _, tail = name.partition("-")
-    one_of("analyze.policies", name, [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)])
-    return Policy(policy, tail or DEFAULT.tail)
 
 
 # -----------------------------------------------------------------------------

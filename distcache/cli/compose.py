@@ -29,20 +29,8 @@ from distcache.cli.run import (
     train_command,
 )
 from distcache.comm.rendezvous import Place
+from distcache.config import keys
 from distcache.config.checks import as_words, check, refuse_if
-from distcache.config.keys import (
-    check_value,
-    is_known,
-    is_plain,
-    is_section,
-    keys_of,
-    list_keys,
-    no_such_key,
-    not_a_value,
-    not_in_group,
-    own_keys,
-    usage,
-)
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DistcacheError
 
@@ -81,11 +69,15 @@ class Composed:
 def compose_command_line(place: Place) -> Composed:
     """Run Hydra over `sys.argv`; SystemExit for errors that Hydra has printed.
 
-    Raises ConfigError for a sweep under several ranks. A sweep of one rank runs here, each job in
-    fresh processes.
+    Raises ConfigError for a sweep under several ranks, or into one folder. A sweep of one rank runs
+    here, each job in fresh processes.
     """
     if asks_for_sweep(sys.argv[1:]):
-        _check_sweep(place, sys.argv[1:])
+        _check_alone(place.world_size)
+        for argument in sys.argv[1:]:
+            one = f"{argument} in a sweep would put all jobs into one folder"
+            how = "name the folder of the sweep with hydra.sweep.dir=<folder>"
+            refuse_if(argument.startswith("run.dir="), f"{one}: {how}")
     _check_line(sys.argv[1:])
     _store(Config, "config")
     configs: list[DictConfig] = []
@@ -154,12 +146,12 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
     for flag in arguments:
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-        own = flag.startswith("--") and name in own_keys(schema)
+        own = flag.startswith("--") and name in keys.own_keys(schema)
         refuse_if(own, f"{flag}: write {name}=... (true, where it has no value)")
     typed = [_as_hydra(text, schema) for text in arguments]
     _check_line(typed, schema)
     _store(schema, command)
-    OmegaConf.register_new_resolver("own_keys", lambda: usage(schema), replace=True)
+    OmegaConf.register_new_resolver("own_keys", lambda: keys.usage(schema), replace=True)
     configs: list[DictConfig] = []
     before = sys.argv
     sys.argv = [command, *typed]
@@ -173,7 +165,7 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     if not configs:
         return None
     values = OmegaConf.to_object(configs[0])
-    own, overrides = own_keys(schema), get_args_parser().parse_args(typed).overrides
+    own, overrides = keys.own_keys(schema), get_args_parser().parse_args(typed).overrides
     theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
     return Line(values, frozenset(given_keys(typed)), tuple(theirs))  # type: ignore[arg-type]
 
@@ -206,9 +198,9 @@ def _as_hydra(text: str, schema: type) -> str:
     """An argument as Hydra's grammar has it: `key=a,b` of an own list with brackets, a text that
     cannot be read (a path with blanks) in quotes."""
     key, equals, value = text.partition("=")
-    if not equals or key not in own_keys(schema):
+    if not equals or key not in keys.own_keys(schema):
         return text
-    if key in list_keys(schema) and value and not value.startswith("["):
+    if key in keys.list_keys(schema) and value and not value.startswith("["):
         text = f"{key}=[{value}]"
     try:
         OverridesParser.create().parse_overrides([text])
@@ -234,8 +226,8 @@ def to_text(config: DictConfig) -> str:
 
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
-    if unknown := sorted(key for key in keys_of(config) if not is_known(key)):
-        raise no_such_key(unknown)
+    if unknown := sorted(key for key in keys.keys_of(config) if not keys.is_known(key)):
+        raise keys.no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
     refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
     try:
@@ -295,15 +287,6 @@ def given_keys(arguments: Sequence[str]) -> set[str]:
     return {given.key_or_group for given in parsed}
 
 
-def _check_sweep(place: Place, arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a sweep under several ranks, or into one folder."""
-    _check_alone(place.world_size)
-    for argument in arguments:
-        one = f"{argument} in a sweep would put all jobs into one folder"
-        how = "name the folder of the sweep with hydra.sweep.dir=<folder>"
-        refuse_if(argument.startswith("run.dir="), f"{one}: {how}")
-
-
 def _run_sweep_job(config: DictConfig) -> int:
     """Run one job of a sweep in fresh processes; its exit code."""
     settings = HydraConfig.get()
@@ -352,8 +335,10 @@ def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type
         hydras = "/" in key or key.partition(".")[0] == "hydra"
         if given.type != OverrideType.CHANGE or given.package or hydras:
             continue
-        if not (is_known(key, schema) or groups_of(key, schema) or (own_groups and "." not in key)):
-            raise no_such_key([key], schema)
+        if not (
+            keys.is_known(key, schema) or groups_of(key, schema) or (own_groups and "." not in key)
+        ):
+            raise keys.no_such_key([key], schema)
         if not given.is_sweep_override():
             _check_given(given, own_groups, schema)
 
@@ -364,17 +349,17 @@ def _check_given(given: Override, own_groups: bool, schema: type) -> None:
     groups = groups_of(key, schema)
     if groups and isinstance(value, str):
         if value not in groups and not own_groups:
-            raise not_in_group(key, value, groups)
-    elif is_section(key, schema):
-        if is_plain(value):
-            raise not_a_value(key, given.get_value_element_as_str(), schema)
-    elif is_known(key, schema):
-        check_value(key, value, schema)
+            raise keys.not_in_group(key, value, groups)
+    elif keys.is_section(key, schema):
+        if value is None or isinstance(value, bool | int | float):  # not keys below it
+            raise keys.not_a_value(key, given.get_value_element_as_str(), schema)
+    elif keys.is_known(key, schema):
+        keys.check_value(key, value, schema)
 
 
 def groups_of(key: str, schema: type) -> list[str]:
     """The names that `key=<name>` may take: the files of conf/<key>/, ascending; none where it is
     no group of the command whose tree is `schema`."""
-    if not (is_section(key, schema) or issubclass(schema, Config)):
+    if not (keys.is_section(key, schema) or issubclass(schema, Config)):
         return []
     return sorted(file.stem for file in (conf_dir() / key).glob("*.yaml"))

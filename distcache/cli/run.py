@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -266,7 +265,7 @@ def run_job(
     `on_wait` is called about every `every_s` seconds. Ctrl-C and SIGTERM stop the job, orderly
     first, and are raised as KeyboardInterrupt once it has ended; a second one kills it.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = None if log is None else log.open("w")
     try:
         # A session of its own: the parent decides when the job hears of Ctrl-C.
@@ -315,10 +314,6 @@ def descendants(process: int) -> set[int]:
             continue
         found |= direct.union(*(descendants(child) for child in direct))
     return found
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def leave(code: int) -> NoReturn:

@@ -108,11 +108,6 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return found
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is one for sure, and not the keys of a section."""
-    return value is None or isinstance(value, bool | int | float)
-
-
 def not_a_value(key: str, value: Any, schema: type = Config) -> ConfigError:
     """The error for a section that was given a value."""
     below = sorted(name for name in _known(schema)[0] if name.startswith(f"{key}."))
