@@ -19,9 +19,6 @@ from distcache.planner.victims import DEFAULT, PINNED, Policy, grouped
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
-# -----------------------------------------------------------------------------
-# Cases to replay, and what they come to: plain values (`replay` carries them out).
-
 
 @dataclass(frozen=True)
 class Case:
@@ -219,10 +216,6 @@ def run_min(
         out[step, 0] = fetched
         out[step, 1] = hits
         out[step, 2] = evicted
-
-
-# -----------------------------------------------------------------------------
-# One home's planner over a stream: what all replays are made of.
 
 
 class HomeRun:
