@@ -81,6 +81,15 @@ class Reuse:
     end: np.ndarray
 
 
+def _expected(*chances: str) -> property:
+    """Rows of a table for which all of these probabilities come true."""
+
+    def rows(table: TableDemand) -> float:
+        return float(math.prod(getattr(table, name) for name in chances) @ table.count)
+
+    return property(rows)
+
+
 @dataclass(frozen=True)
 class TableDemand:
     """One table's rows in buckets, those of the smallest replicated prefix first.
@@ -135,31 +144,17 @@ class TableDemand:
         found = self.reuse or self
         return found.count, found.world
 
-    @property
-    def rank_rows(self) -> float:
-        """Distinct rows that a rank is expected to touch in a step: the sum of q."""
-        return float(self.rank @ self.count)
-
-    @property
-    def world_rows(self) -> float:
-        """Distinct rows that all ranks are expected to touch: the sum of Q."""
-        return float(self.world @ self.count)
-
-    @property
-    def node_rows(self) -> float:
-        """Distinct rows that the ranks of one node are expected to touch together."""
-        return float(self.node @ self.count)
-
-    @property
-    def late_rows(self) -> float:
-        """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
-        independent."""
-        return float((self.rank * self.world) @ self.count)
-
-    @property
-    def late_node_rows(self) -> float:
-        """The same of a node's distinct rows."""
-        return float((self.node * self.world) @ self.count)
+    rank_rows = _expected("rank")
+    """Distinct rows that a rank is expected to touch in a step: the sum of q."""
+    world_rows = _expected("world")
+    """Distinct rows that all ranks are expected to touch: the sum of Q."""
+    node_rows = _expected("node")
+    """Distinct rows that the ranks of one node are expected to touch together."""
+    late_rows = _expected("rank", "world")
+    """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
+    independent."""
+    late_node_rows = _expected("node", "world")
+    """The same of a node's distinct rows."""
 
 
 def _share(buckets: TableDemand | Reuse, prefix: float, first: bool) -> np.ndarray:
