@@ -67,11 +67,10 @@ def measure(rate: str, words: Sequence[str]) -> str:
     """
     with cable(rate) as ends, tempfile.TemporaryDirectory(prefix="links-") as name:
         folder = Path(name)
-        out = folder / "measured.json"
-        want = {"width": 16, "tables": 26, "batch": 2048, "optim": "sgd", "out": str(out)}
+        want = {"width": 16, "tables": 26, "batch": 2048, "optim": "sgd", "out": name}
         want["table_rows"] = [1000] * 26
         run_ranks(["-m", "distcache.cli.plan_run", json.dumps(want)], ends, folder)
-        link = json.loads(out.read_text())["between"]
+        link = json.loads((folder / "cluster.json").read_text())["between"]
         gbits, ms = 8e-9 * link["bandwidth"], 1e3 * link["latency"]
         log.info("rate %s: %.2f Gb/s both ways at once, %.2f ms at least", rate, gbits, ms)
         run_ranks(["-m", "benchmarks.step", f"link={rate}", *words], ends, folder)

@@ -149,7 +149,11 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
     given = {word.partition("=")[0] for word in line.overrides}
     jobs, errors, seen = [], [], dict[str, Config]()
     for mode in own.modes:
-        arguments = [*VARIANTS[mode], *_taken(line.overrides, own.modes, mode)]
+        arguments = list(VARIANTS[mode])
+        for text in line.overrides:  # but those of keys that only other layouts asked for take
+            takers = set(ONLY_OF.get(text.partition("=")[0].lstrip("+"), own.modes))
+            if mode in takers or not takers.intersection(own.modes):
+                arguments.append(text)
         if "run.save" not in given:
             arguments.append("run.save=false")
         try:
@@ -171,16 +175,6 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
     return jobs
 
 
-def _taken(overrides: Sequence[str], modes: Sequence[str], mode: str) -> list[str]:
-    """The overrides for a mode: all but those of keys that only other layouts asked for take."""
-
-    def is_taken(text: str) -> bool:
-        takers = set(ONLY_OF.get(text.partition("=")[0].lstrip("+"), modes))
-        return mode in takers or not takers.intersection(modes)
-
-    return [text for text in overrides if is_taken(text)]
-
-
 def run_mode(own: CompareConfig, out: Path, job: Job, repeat: int) -> ModeRun:
     """Train one mode in fresh processes and read what it left; a failure is part of the result."""
     mode, ranks = job.mode, own.world_size
@@ -193,7 +187,10 @@ def run_mode(own: CompareConfig, out: Path, job: Job, repeat: int) -> ModeRun:
     log.info("%s: %d rank(s), log in %s", name, ranks, log_file)
 
     def tell() -> None:
-        log.info("%s: %.0f s, %s", name, time.monotonic() - started, progress_of(log_file))
+        # The last line that tells of a step, or else the last with anything in it.
+        lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+        last = ([line for line in lines if _STEP.search(line)] or lines or ["no output yet"])[-1]
+        log.info("%s: %.0f s, %s", name, time.monotonic() - started, last.strip())
 
     code = run_job(train_command(ranks, arguments), ranks, log_file, on_wait=tell)
     run = read_run(mode, name, folder, code, time.monotonic() - started, log_file)
@@ -201,13 +198,6 @@ def run_mode(own: CompareConfig, out: Path, job: Job, repeat: int) -> ModeRun:
     speed = "" if rate is None else f", {rate:,.0f} samples/s"
     log.info("%s: %s in %.1f s%s", name, "failed" if run.error else "done", run.seconds, speed)
     return run
-
-
-def progress_of(path: Path) -> str:
-    """The last line of a log that tells of a step, or else the last with anything in it."""
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    steps = [line for line in lines if _STEP.search(line)]
-    return (steps or lines or ["no output yet"])[-1].strip()
 
 
 # -----------------------------------------------------------------------------
@@ -514,7 +504,12 @@ def relation_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
         speed.append(ratio(first, group))
         difference = largest_loss_difference(first[0], group[0])
         losses.append(NOTHING if difference is None else f"{difference:.1g}")
-        bits.append(same_bits(first[0], group[0]))
+        words = []  # of losses and of final state; unknown where a run has no digest
+        for key in ("loss_digest", "state_digest"):
+            digests = {run.summary.get(key) for run in (first[0], group[0])}
+            known = None not in digests
+            words.append(("same" if len(digests) == 1 else "differ") if known else NOTHING)
+        bits.append(" / ".join(words))
     return [
         (f"speed relative to {base}, by median step", NOTHING, *speed),
         (f"largest relative loss difference to {base}", NOTHING, *losses),
@@ -529,16 +524,6 @@ def ratio(base: Sequence[ModeRun], group: Sequence[ModeRun]) -> str:
         return NOTHING
     word, _ = verdict(spread(base), spread(group))
     return f"{times[0] / times[1]:.2f}x{word}"
-
-
-def same_bits(one: ModeRun, other: ModeRun) -> str:
-    """`same / same`, `differ / differ`, or a dash where a run has no digest."""
-    words = []
-    for key in ("loss_digest", "state_digest"):
-        ours, theirs = one.summary.get(key), other.summary.get(key)
-        known = ours is not None and theirs is not None
-        words.append(("same" if ours == theirs else "differ") if known else NOTHING)
-    return " / ".join(words)
 
 
 def notes(modes: dict[str, list[ModeRun]], runs: Sequence[ModeRun]) -> list[str]:

@@ -62,7 +62,10 @@ def go(line: Line[PreprocessConfig], command: Sequence[str]) -> int:
     if not given.output:
         raise ConfigError("output is not set: give output=<folder>")
     if given.verify:
-        manifest = verified(Path(given.output))
+        try:
+            manifest = verify(Path(given.output))
+        except DataError as error:  # which names the key of training
+            raise DataError(str(error).replace("data.path", "output")) from error
         log.info("%s is whole: fingerprint %s", given.output, manifest.fingerprint)
         return 0
     settings = make_settings(given)
@@ -75,15 +78,6 @@ def go(line: Line[PreprocessConfig], command: Sequence[str]) -> int:
     rows = f"{sum(manifest.table_rows):,} rows in {len(manifest.table_rows)} tables"
     log.info(f"{settings.output}: {samples}, {rows}, fingerprint {manifest.fingerprint[:16]}")
     return 0
-
-
-def verified(folder: Path) -> Manifest:
-    """The manifest of a folder, all files compared with it. Raises DataError that names `output`,
-    where training says `data.path`."""
-    try:
-        return verify(folder)
-    except DataError as error:
-        raise DataError(str(error).replace("data.path", "output")) from error
 
 
 def run(settings: PreprocessSettings) -> Manifest:

@@ -19,9 +19,6 @@ from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy, grouped
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
-# -----------------------------------------------------------------------------
-# Cases to replay, and what they come to: plain values (`replay` carries them out).
-
 
 @dataclass(frozen=True)
 class Case:
@@ -221,10 +218,6 @@ def run_min(
         out[step, 2] = evicted
 
 
-# -----------------------------------------------------------------------------
-# One home's planner over a stream: what all replays are made of.
-
-
 class HomeRun:
     """The planner of one home as training makes it, and which of its rows training has changed.
 
@@ -292,7 +285,20 @@ def replay(
     """
     traces = [trace] if isinstance(trace, Trace) else list(trace)
     for case in cases:
-        _check(case, traces, popularity)
+        if len(case.slots) != len(traces):
+            raise ConfigError(f"{case} has slots for {len(case.slots)} groups, not {len(traces)}")
+        for one in traces:
+            one.of_world(case.world_size)
+            if one.steps != traces[0].steps:
+                raise ConfigError(
+                    f"the groups' traces have {traces[0].steps} and {one.steps} steps: record them "
+                    "together"
+                )
+        if popularity is None and case.policy is not None and case.policy.needs_popularity:
+            raise ConfigError(
+                f"the policy {case.label} ranks rows by statistics (cache.statistics), and none "
+                "are given"
+            )
     outcomes = []
     for case in cases:
         outcomes.append(_replay(traces, case, popularity))
@@ -353,23 +359,6 @@ def make_planner(
     how = (layout, 0, slots, case.prefetch, replace(policy, resident=NONE), own)
     called = parts.parts_of(names)[1].astype(np.int32)
     return HomePlanner(*how, parts=NamedParts(parts, names), names=called)
-
-
-def _check(case: Case, traces: Sequence[Trace], popularity: Popularity | None) -> None:
-    if len(case.slots) != len(traces):
-        raise ConfigError(f"{case} has slots for {len(case.slots)} groups, not {len(traces)}")
-    for trace in traces:
-        trace.of_world(case.world_size)
-        if trace.steps != traces[0].steps:
-            raise ConfigError(
-                f"the groups' traces have {traces[0].steps} and {trace.steps} steps: record them "
-                "together"
-            )
-    if popularity is None and case.policy is not None and case.policy.needs_popularity:
-        raise ConfigError(
-            f"the policy {case.label} ranks rows by statistics (cache.statistics), and none are "
-            "given"
-        )
 
 
 def refusal(traces: Sequence[Trace], case: Case) -> str | None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from distcache.data.batch import BatchSource, JaggedIds, check_ids, slice_bounds
+from distcache.data.batch import BatchCheck, BatchSource, JaggedIds, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
 from distcache.planner.rank import distinct_rows
@@ -161,24 +161,14 @@ class Recorder:
             raise DataError("the trace has no id in any training step: there is nothing to replay")
         homes = {}
         for world in self._layouts:
-            parts = self._steps.pop(world)
-            homes[world] = tuple(_numbered(parts.pop(0)) for _ in range(world))
+            found, parts = [], self._steps.pop(world)
+            while parts:
+                rows, counts = zip(*parts.pop(0), strict=True)
+                names, _, numbers, _ = distinct_rows(np.concatenate(rows))
+                starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+                found.append(HomeTrace(names, starts, numbers, np.concatenate(counts)))
+            homes[world] = tuple(found)
         return Trace(self.offsets, self._ids, np.array(self._training), homes)
-
-
-def _numbered(steps: list[tuple[np.ndarray, np.ndarray]]) -> HomeTrace:
-    """The recorded rows and counts of one home."""
-    rows, counts = zip(*steps, strict=True)
-    names, _, numbers, _ = distinct_rows(np.concatenate(rows))
-    starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    return HomeTrace(names, starts, numbers, np.concatenate(counts))
-
-
-# -----------------------------------------------------------------------------
-# Traces of batch sources, as training reads them.
-
-Progress = Callable[[int], None]
-"""Told the number of ids of every step that was read."""
 
 
 def record_source(
@@ -186,15 +176,16 @@ def record_source(
     tables: Sequence[TableSpec],
     worlds: Sequence[int] = (1,),
     order: Iterable[tuple[str, int]] | None = None,
-    progress: Progress | None = None,
     most_bytes: int | None = None,
+    check: BatchCheck | None = None,
 ) -> list[Trace]:
     """The trace of each group of `tables` over the steps of `source`, read once.
 
     `order`: (`train` or `eval`, index) of the batches, as `run.schedule.Schedule.order` gives them;
-    None: the training steps of one epoch. `most_bytes`: as `Recorder`'s, of each group. Batches
-    are global ones, of which each rank takes a contiguous slice. Raises DataError for ids outside
-    their tables, ConfigError where an unlimited source has no `order`.
+    None: the training steps of one epoch. `most_bytes`: as `Recorder`'s, of each group; `check`: of
+    batches, None: an id outside its table is an error. Batches are global ones, of which each rank
+    takes a contiguous slice. Raises DataError for ids outside their tables, ConfigError where an
+    unlimited source has no `order`.
     """
     if order is None:
         if source.steps_per_epoch is None:
@@ -204,7 +195,7 @@ def record_source(
     if missing := [feature for feature in source.features if feature not in reader]:
         raise ConfigError(f"no table reads the features {missing}")
     read_by = [reader[feature] for feature in source.features]
-    table_rows, names = zip(*((tables[i].rows, tables[i].name) for i in read_by), strict=True)
+    check = check or BatchCheck(tables, source.features, "error")
     groups = []  # of each a recorder, and for each of its features its place and first row
     for members in group_tables(tables):
         layout = RowLayout([tables[i] for i in members], 1)
@@ -213,11 +204,9 @@ def record_source(
         groups.append((Recorder(layout.offsets, worlds, most_bytes), own))
     for kind, index in order:
         draw = source.train_batch if kind == "train" else source.eval_batch
-        ids = check_ids(draw(index, 0, 1).ids, table_rows, names)
+        ids = check(draw(index, 0, 1)).ids
         for recorder, own in groups:
             recorder.add(partial(_rows_of, ids, own), kind == "train")
-        if progress is not None:
-            progress(len(ids.values))
         if any(recorder.full for recorder, _ in groups):
             break
     return [recorder.finish() for recorder, _ in groups]

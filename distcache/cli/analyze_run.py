@@ -13,6 +13,7 @@ from distcache.cli.run import progress_bar
 from distcache.config import option
 from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config
+from distcache.data.batch import BatchCheck
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import StaticSet, TableProfile
@@ -22,7 +23,6 @@ from distcache.trace import Trace
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
 from distcache.trainer.prediction import (
-    CheckedSource,
     Counted,
     RecordedRun,
     Sizes,
@@ -131,9 +131,6 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
     _ = options.share, options.chosen_policies
 
 
-# -----------------------------------------------------------------------------
-# What is simulated: policies x sizes x windows x ranks.
-
 Slots = Callable[[float, int], tuple[int, ...]]
 """Slots of every group for a size, a share of the rows or rows, and a number of ranks."""
 
@@ -145,15 +142,9 @@ Ahead = Callable[[tuple[int, ...], int], tuple[int, int]]
 def simulated(
     options: Options, traces: Sequence[Trace], slots: Slots, ahead: Ahead, popularity: Popularity
 ) -> list[Outcome]:
-    """What the policies, sizes, windows and ranks of `options` come to over `traces`."""
-    cases = cases_of(options, fitting_sizes(options.sizes, traces, slots), slots, ahead)
-    with progress_bar("simulate", len(cases), "case") as bar:
-        return replay(traces, cases, popularity, lambda _: bar.update(1))
-
-
-def cases_of(options: Options, sizes: Sequence[float], slots: Slots, ahead: Ahead) -> list[Case]:
-    """Policies x `sizes` x windows x ranks, Belady's MIN first for each size and world."""
-    cases = []
+    """What the policies, sizes, windows and ranks of `options` come to over `traces`, Belady's MIN
+    first for each size and world."""
+    cases, sizes = [], fitting_sizes(options.sizes, traces, slots)
     for world in options.world_sizes:
         for size in (slots(size, world) for size in sizes):
             window, prefetch = ahead(size, world)
@@ -161,7 +152,8 @@ def cases_of(options: Options, sizes: Sequence[float], slots: Slots, ahead: Ahea
             for policy in options.chosen_policies:
                 windows = options.lookaheads or [window] if policy.uses_window else [0]
                 cases += [Case(policy, size, steps, prefetch, world) for steps in windows]
-    return cases
+    with progress_bar("simulate", len(cases), "case") as bar:
+        return replay(traces, cases, popularity, lambda _: bar.update(1))
 
 
 def fitting_sizes(
@@ -317,10 +309,6 @@ def rounded_up(ratio: float) -> float:
     return min(1.0, round(math.ceil(ratio * 10**digits - 1e-9) / 10**digits, digits))
 
 
-# -----------------------------------------------------------------------------
-# An analysis of a data source: counted once, then replayed.
-
-
 @dataclass(frozen=True)
 class Analysis:
     """All that was found out. `config`: of the run; `simulated`: empty without `simulate=true`;
@@ -345,28 +333,28 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     ranks = options.world_sizes
     source = build_source(config)
     tables = build_tables(config, source)
-    checked = CheckedSource(source, tables, config.data.on_bad_id)
+    check = BatchCheck(tables, source.features, config.data.on_bad_id)
     if config.cache.split != BY_CURVE:  # what is refused is refused before all the data is read
         slots_of(config, tables, ranks[0], None)
     want = config.trainer
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
-    counted = count_source(checked, steps, options.share, progress_bar)
+    counted = count_source(source, check, steps, options.share, progress_bar)
     sizes = Sizes(tables, request_of(config), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
-        traces = record_run(checked, tables, schedule, ranks, most, bar.update, stop)
+        traces = record_run(source, check, schedule, ranks, most, bar.update, stop)
     prediction = RecordedRun(traces, run_steps)
     if stop.signal:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
     def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
-        return configured_case(config, checked, tables, slots, world)
+        return configured_case(config, source, tables, slots, world)
 
     estimates = []
     try:  # what training would refuse about the configured cache is said; all else is reported
-        known = (counted.statistics, checked)
+        known = (counted.statistics, source)
         configured = [(slots_of(config, tables, w, *known), w) for w in ranks]
         estimates = [prediction.estimate(case(*one)) for one in configured]
     except ConfigError as error:

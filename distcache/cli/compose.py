@@ -21,13 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distcache.cli.run import (
-    INTERRUPTED,
-    run_job,
-    set_up_logging,
-    take_over_ctrl_c,
-    train_command,
-)
+from distcache.cli.run import INTERRUPTED, run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import keys
 from distcache.config.checks import as_words, check, refuse_if

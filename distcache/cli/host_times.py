@@ -71,6 +71,13 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     counts, seconds, serial = zip(*found, strict=True)
     planning, by_id, by_row, decided, fetched = fit(counts, seconds)
     placed = by_row * HOST.placed_s / (HOST.named_s + HOST.placed_s)
+    value = torch.zeros(1, device=world.device)
+
+    def launch() -> None:
+        for _ in range(_CALLS):
+            value.add_(1.0)  # a small kernel, which nobody waits for
+
+    tensors = [torch.ones(_PARCEL // (4 * _PIECES), dtype=torch.int32) for _ in range(_PIECES)]
     return replace(
         HOST,
         planning_s=planning,
@@ -81,8 +88,8 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         fetched_s=fetched,
         serial=serial[len(_ROOMS) - 1],
         planner_threads=planner_threads("auto", world),
-        launch_s=_launch_seconds(world.device),
-        byte_s=_byte_seconds(),
+        launch_s=_least(launch) / _CALLS,
+        byte_s=_least(lambda: packed(tensors, pinned=False)) / _PARCEL,
         row_s=_row_seconds(dim),
         name="measured",
     )
@@ -172,23 +179,6 @@ def _least(call: Callable[[], object]) -> float:
         call()
         taken.append(time.perf_counter() - began)
     return min(taken)
-
-
-def _launch_seconds(device: torch.device) -> float:
-    """To issue a small kernel, which nobody waits for."""
-    value = torch.zeros(1, device=device)
-
-    def launch() -> None:
-        for _ in range(_CALLS):
-            value.add_(1.0)
-
-    return _least(launch) / _CALLS
-
-
-def _byte_seconds() -> float:
-    """To pack a byte of the index tensors that go to the device."""
-    tensors = [torch.ones(_PARCEL // (4 * _PIECES), dtype=torch.int32) for _ in range(_PIECES)]
-    return _least(lambda: packed(tensors, pinned=False)) / _PARCEL
 
 
 def _row_seconds(dim: int) -> float:

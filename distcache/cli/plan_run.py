@@ -27,6 +27,7 @@ from distcache.config.checks import byte_count, check_section, one_of, refuse_if
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import (
     DEVICES,
+    FILE,
     HOST,
     Cluster,
     Compute,
@@ -158,7 +159,10 @@ class Request:
             return self.measured.compute
         dim, given = self.widest.dim, self.options.dense_parameters >= 0
         state, dims = self.update.state_width(dim), [source.dim for source in self.sources]
-        outputs = sum(dims) if given else default_outputs(dims)
+        outputs = float(sum(dims))
+        if not given:  # what the layers of the default model take and give, and pairs of vectors
+            layers = dense_layers(round(sum(dims) / len(dims)))
+            outputs += sum(map(sum, layers)) + len(dims) * (len(dims) + 1) / 2
         return device_compute(self.options.device, dim, state, self.dense_parameters, outputs)
 
     @property
@@ -300,7 +304,7 @@ def measured_here(request: Request) -> Request:
         want |= {"table_rows": [source.rows for source in request.sources]}
         command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
         code = run_job(command, ranks, said)
-        if code:
+        if code or not (Path(folder) / FILE).exists():
             raise DistcacheError(
                 f"measure=true: {ranks} local ranks ended with exit code {code}:\n"
                 f"{said.read_text()[-2000:]}"
@@ -342,12 +346,6 @@ def main() -> int:
 def dense_layers(width: int) -> tuple[Sequence[int], Sequence[int]]:
     """Layers of the dense part that is measured: DLRM's of experiment criteo_kaggle."""
     return (512, 256, 64, width), (512, 256, 1)
-
-
-def default_outputs(dims: Sequence[int]) -> float:
-    """Numbers of a sample that its layers take and give, and its pairs of vectors."""
-    layers = dense_layers(round(sum(dims) / len(dims)))
-    return sum(dims) + sum(map(sum, layers)) + len(dims) * (len(dims) + 1) / 2
 
 
 def default_parameters(dims: Sequence[int]) -> int:

@@ -73,10 +73,6 @@ def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> N
         logger.addHandler(handler)
 
 
-# -----------------------------------------------------------------------------
-# Folders that a command leaves its files in.
-
-
 def output_folder(given: str, default: str) -> Path:
     """The folder that a user gave as `output`, or `default` with the time."""
     return Path(given or f"{default}{datetime.now():%Y-%m-%d_%H-%M-%S}")

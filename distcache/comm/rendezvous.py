@@ -57,26 +57,23 @@ def record_failure(store: dist.Store | None, rank: int, error: BaseException) ->
         store.set(f"failure/{store.add('failure/count', 1)}", record)
 
 
-def recorded_failures(store: dist.Store | None) -> list[Failure]:
-    """Causes first, each kind in the order in which it was recorded; none where the store died."""
-    try:
-        return _read(store)
-    except (RuntimeError, dist.DistError):
+def recorded_failures(store: dist.Store | None) -> list[Failure] | None:
+    """Causes first, each kind in the order in which it was recorded; None where the store died."""
+    if store is None:
         return []
+    try:
+        count = store.add("failure/count", 0)
+        keys = [f"failure/{number}" for number in range(1, count + 1)]
+        found = [Failure(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    except (RuntimeError, dist.DistError):
+        return None
+    return sorted(found, key=lambda failure: failure.secondary)
 
 
 def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
     """The first failure of another rank than `rank`, a cause before its consequences; or None."""
-    return next((failure for failure in recorded_failures(store) if failure.rank != rank), None)
-
-
-def _read(store: dist.Store | None) -> list[Failure]:
-    if store is None:
-        return []
-    count = store.add("failure/count", 0)
-    keys = [f"failure/{number}" for number in range(1, count + 1)]
-    found = [Failure(**json.loads(store.get(key))) for key in keys if store.check([key])]
-    return sorted(found, key=lambda failure: failure.secondary)
+    found = recorded_failures(store) or ()
+    return next((failure for failure in found if failure.rank != rank), None)
 
 
 def cause_of(
@@ -88,13 +85,12 @@ def cause_of(
     """
     own = Failure.of(rank, error)
     deadline = time.monotonic() + (grace_s if own.secondary else 0.0)
-    try:
-        while not _read(store) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    except (RuntimeError, dist.DistError):
+    while (known := recorded_failures(store)) == [] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if known is None:
         return own  # The store has gone, and every look at it would be logged.
     record_failure(store, rank, error)
-    return next(iter(recorded_failures(store)), own)
+    return next(iter(recorded_failures(store) or ()), own)
 
 
 def is_secondary(error: BaseException) -> bool:

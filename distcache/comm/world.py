@@ -403,9 +403,7 @@ def current_world(
     backend = "nccl" if nccl else "gloo"
 
     def new_group(
-        backend: str,
-        members: Sequence[int] = range(size),
-        bound: torch.device | None = None,
+        backend: str, members: Sequence[int] = range(size), bound: torch.device | None = None
     ) -> dist.ProcessGroup:
         return dist.new_group(
             [ranks[member] for member in members],

@@ -172,19 +172,7 @@ def _same_length(key: str, values: Any, data: DataConfig) -> Refusals:
 
 
 # -----------------------------------------------------------------------------
-# Group `data`, checked as a whole.
-
-
-def _check_data(data: DataConfig) -> None:
-    if data.name == "synthetic" or data.table_rows:
-        refuse(_positive("data.table_rows", data.table_rows))
-    how = "give an int (ids per bag), a float (their mean), or a list with one of these per table"
-    for size in data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]:
-        refuse_if(not _is_number(size), f"data.bag_size={data.bag_size}: {how}")
-        at_least("data.bag_size", size, 0)
-    refuse(_same_length("data.bag_size", data.bag_size, data))
-    if data.name in _OF_SOURCES:
-        refuse(_OF_SOURCES[data.name](data))
+# Group `data`: what each source needs.
 
 
 def _criteo(data: DataConfig) -> Refusals:
@@ -241,11 +229,7 @@ def _interactions(data: DataConfig) -> Refusals:
     }
 
 
-_OF_SOURCES = {
-    "criteo": _criteo,
-    "parquet": _parquet,
-    "interactions": _interactions,
-}
+_OF_SOURCES = {"criteo": _criteo, "parquet": _parquet, "interactions": _interactions}
 
 
 def _no_path(data: DataConfig, key: str) -> Refusals:
@@ -355,10 +339,6 @@ def _placement(cache: CacheConfig) -> Refusals:
     }
 
 
-# -----------------------------------------------------------------------------
-# The whole tree.
-
-
 def check(config: Config, world_size: int, local_size: int) -> list[str]:
     """Check every value for a job of `world_size` ranks, `local_size` of them on this machine.
 
@@ -366,8 +346,17 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
     file system, counts GPUs, and imports torchrec for `hybrid` only.
     """
     check_values(config)
-    _check_data(config.data)
-    refuse(_model(config.model, config.data))
+    data = config.data
+    if data.name == "synthetic" or data.table_rows:
+        refuse(_positive("data.table_rows", data.table_rows))
+    how = "give an int (ids per bag), a float (their mean), or a list with one of these per table"
+    for size in data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]:
+        refuse_if(not _is_number(size), f"data.bag_size={data.bag_size}: {how}")
+        at_least("data.bag_size", size, 0)
+    refuse(_same_length("data.bag_size", data.bag_size, data))
+    if data.name in _OF_SOURCES:
+        refuse(_OF_SOURCES[data.name](data))
+    refuse(_model(config.model, data))
     refuse(_trainer(config))
     level = config.trainer.log_level.upper()
     one_of("trainer.log_level", level, tuple(logging.getLevelNamesMapping()))

@@ -15,9 +15,6 @@ from distcache.errors import ConfigError
 from distcache.popularity.curve import Curve, room_for
 from distcache.popularity.statistics import Statistics
 
-# -----------------------------------------------------------------------------
-# How often the rows of each table are looked up: by a Zipf law, or as counted.
-
 
 def zipf_curve(rows: int, exponent: float) -> Curve:
     """A table of `rows` rows by Zipf's law with `exponent`, as the synthetic stream draws it; 1e9
@@ -30,9 +27,8 @@ def zipf_curve(rows: int, exponent: float) -> Curve:
 class TableSource:
     """A table whose use is predicted: `rows` x `dim`, `lookups` ids of it in a sample on average.
 
-    `name`: of the table; `features`: that read it, for the pooled vectors of hybrid layouts;
-    `counted`: lookups that were counted, None where the law is known; `stored`: as
-    `TableSpec.dtype`.
+    `name`: of the table; `counted`: lookups that were counted, None where the law is known;
+    `stored`: as `TableSpec.dtype`.
     """
 
     name: str
@@ -40,7 +36,6 @@ class TableSource:
     dim: int
     lookups: float
     curve: Curve
-    features: int = 1
     counted: float | None = None
     stored: torch.dtype | None = None
 
@@ -86,13 +81,22 @@ class Reuse:
     end: np.ndarray
 
 
+def _expected(*chances: str) -> property:
+    """Rows of a table for which all of these probabilities come true."""
+
+    def rows(table: TableDemand) -> float:
+        return float(math.prod(getattr(table, name) for name in chances) @ table.count)
+
+    return property(rows)
+
+
 @dataclass(frozen=True)
 class TableDemand:
     """One table's rows in buckets, those of the smallest replicated prefix first.
 
     `count` float64 `[k]`: rows of each bucket; `rank`, `world` float64 `[k]`: q and Q of its rows.
     `start`, `end` float64 `[k]`: the rows [start, end) of the table, in the order in which prefixes
-    are taken, among which they lie. `lookups`: of one rank and step; `features`: that read it.
+    are taken, among which they lie. `lookups`: of one rank and step.
     `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
     q on one node, and where each rank is one. `reuse`: None: the same rows (see `with_mixture`).
     """
@@ -106,7 +110,6 @@ class TableDemand:
     start: np.ndarray
     end: np.ndarray
     lookups: float
-    features: int = 1
     reuse: Reuse | None = None
 
     def split(self, prefix: float) -> tuple[TableDemand, TableDemand]:
@@ -141,31 +144,17 @@ class TableDemand:
         found = self.reuse or self
         return found.count, found.world
 
-    @property
-    def rank_rows(self) -> float:
-        """Distinct rows that a rank is expected to touch in a step: the sum of q."""
-        return float(self.rank @ self.count)
-
-    @property
-    def world_rows(self) -> float:
-        """Distinct rows that all ranks are expected to touch: the sum of Q."""
-        return float(self.world @ self.count)
-
-    @property
-    def node_rows(self) -> float:
-        """Distinct rows that the ranks of one node are expected to touch together."""
-        return float(self.node @ self.count)
-
-    @property
-    def late_rows(self) -> float:
-        """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
-        independent."""
-        return float((self.rank * self.world) @ self.count)
-
-    @property
-    def late_node_rows(self) -> float:
-        """The same of a node's distinct rows."""
-        return float((self.node * self.world) @ self.count)
+    rank_rows = _expected("rank")
+    """Distinct rows that a rank is expected to touch in a step: the sum of q."""
+    world_rows = _expected("world")
+    """Distinct rows that all ranks are expected to touch: the sum of Q."""
+    node_rows = _expected("node")
+    """Distinct rows that the ranks of one node are expected to touch together."""
+    late_rows = _expected("rank", "world")
+    """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
+    independent."""
+    late_node_rows = _expected("node", "world")
+    """The same of a node's distinct rows."""
 
 
 def _share(buckets: TableDemand | Reuse, prefix: float, first: bool) -> np.ndarray:
@@ -338,10 +327,6 @@ def _posterior(rows: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     return joint / np.maximum(joint.sum(axis=1, keepdims=True), 1e-300)
 
 
-# -----------------------------------------------------------------------------
-# From tables and their popularity to the demand of a step.
-
-
 def demand_at(
     sources: Sequence[TableSource],
     state_widths: Sequence[int],
@@ -377,7 +362,7 @@ def _table(source: TableSource, batch: float, world_size: int, local_ranks: int)
     ranks = (1, world_size, local_ranks if local_ranks < world_size else 1)
     touched = [curve.touched(number * lookups) for number in ranks]
     place = (end - count, end)
-    found = TableDemand(source.name, source.rows, count, *touched, *place, lookups, source.features)
+    found = TableDemand(source.name, source.rows, count, *touched, *place, lookups)
     if math.isinf(curve.lookups):
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0

@@ -447,7 +447,15 @@ def choose_placement(
         reasons = "; ".join(f"{p.placement}: {p.refused}" for p in found)
         raise ConfigError(f"cache.placement=auto: no placement fits: {reasons}")
     order = [best, *(p for p in found if p is not best)]
-    return Choice(best.placement, best.replicated_rows, tuple(order), _why(order, objective))
+    units = {"time": ("ms per step", 1e3), "bytes": ("KiB per rank and step", 1 / 1024)}
+    (unit, scale), texts = units[objective], []
+    for p in order:
+        cost, digits = p.cost[objective] * scale, 2
+        if cost > 0:  # three digits that count, or more
+            digits = max(0, min(9, 2 - math.floor(math.log10(cost))))
+        texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
+    why = f"predicted {unit}: {', '.join(texts)}"
+    return Choice(best.placement, best.replicated_rows, tuple(order), why)
 
 
 def _cached_placements(
@@ -522,21 +530,6 @@ def prefix_above(table: TableDemand, threshold: float) -> int:
     below = np.flatnonzero(touched / np.maximum(ends - starts, 1e-300) < threshold)
     stop = int(below[0]) if len(below) else len(starts)
     return round(float(ends[stop - 1])) if stop else 0
-
-
-def _why(order: Sequence[Prediction], objective: str) -> str:
-    units = {"time": ("ms per step", 1e3), "bytes": ("KiB per rank and step", 1 / 1024)}
-    (unit, scale), texts = units[objective], []
-    for p in order:
-        cost, digits = p.cost[objective] * scale, 2
-        if cost > 0:  # three digits that count, or more
-            digits = max(0, min(9, 2 - math.floor(math.log10(cost))))
-        texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
-    return f"predicted {unit}: {', '.join(texts)}"
-
-
-# -----------------------------------------------------------------------------
-# Predictions over numbers of ranks, and where the winner changes.
 
 
 @dataclass(frozen=True)

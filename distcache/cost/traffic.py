@@ -173,14 +173,14 @@ def sharded_exchanges(
 
 
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
-    """A hybrid layout of `HYBRID`."""
+    """A hybrid layout of `HYBRID`, whose tables are read by one feature each."""
     world, batch = demand.world_size, demand.batch
     k = remote_share(world)
     cut, whole, tables = 0.0, 0.0, 0
     for group in demand.groups:
         in_rows, kept = _cut(group, layout, world)
-        cut += sum(table.features for table in in_rows) * batch * group.dim * itemsize
-        whole += sum(table.features for table in kept) * batch * group.dim * itemsize
+        cut += len(in_rows) * batch * group.dim * itemsize
+        whole += len(kept) * batch * group.dim * itemsize
         tables += len(kept)
     found = []
     if tables:
@@ -301,7 +301,12 @@ def expected_hits(
     use is a fetch, and rows that leave are fetched again: as often as in a miniature of its first
     steps, and from there on as once it is warm. None: once it is warm.
     """
-    rows, chance = _by_chance(group)
+    met = [table.met for table in group.tables] or [(np.empty(0), np.empty(0))]
+    rows, chance = (np.concatenate(parts) for parts in zip(*met, strict=True))
+    order = np.argsort(-chance, kind="stable")  # the likeliest first; those never touched left out
+    rows, chance = rows[order], np.minimum(chance[order], 1.0)
+    used = (rows > 0) & (chance > 0)
+    rows, chance = rows[used], chance[used]
     touched = float(rows @ chance)
     if touched == 0:
         return Hits(0.0, 0.0, 0.0)
@@ -355,18 +360,6 @@ def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefe
         static = float(np.interp(slots, room, ends))
     inside = np.clip((static - ends[:-1]) / rows, 0.0, 1.0)
     return _Warm(inside, rows * chance * (1.0 - chance) ** kept)
-
-
-def _by_chance(group: GroupDemand) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and Q of all tables' buckets, the likeliest first; those never touched left out."""
-    if not group.tables:
-        return np.empty(0), np.empty(0)
-    rows = np.concatenate([table.met[0] for table in group.tables])
-    chance = np.concatenate([table.met[1] for table in group.tables])
-    order = np.argsort(-chance, kind="stable")
-    rows, chance = rows[order], np.minimum(chance[order], 1.0)
-    used = (rows > 0) & (chance > 0)
-    return rows[used], chance[used]
 
 
 # -----------------------------------------------------------------------------

@@ -33,6 +33,14 @@ class JaggedIds:
     offsets: Tensor
     weights: Tensor | None = None
 
+    @classmethod
+    def of_lengths(
+        cls, features: tuple[str, ...], values: Tensor, lengths: Tensor, weights: Tensor | None
+    ) -> JaggedIds:
+        """By how many ids each bag has, `lengths` int64 `[F * b]`, in place of `offsets`."""
+        offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+        return cls(features, values, offsets, weights)
+
     @property
     def batch_size(self) -> int:
         """b: samples of this slice (may be 0)."""
@@ -350,6 +358,7 @@ class BatchCheck:
         self, tables: Sequence[TableSpec], features: Sequence[str], on_bad_id: str
     ) -> None:
         reader = {feature: table for table in tables for feature in table.features}
+        self.tables = tables
         self._features, self._on_bad_id = tuple(features), on_bad_id
         self._rows = [reader[feature].rows for feature in features]
         self._names = [reader[feature].name for feature in features]

@@ -128,15 +128,13 @@ class CriteoBatches(SlicedSource):
         """Bags of all features from ids `[b, 26]`."""
         columns = ids.T.astype(np.int64, order="C")
         if self._bag_sizes is None:
-            values = columns.ravel()
-            offsets = torch.arange(len(values) + 1)
-        else:
-            tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
-            parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
-            values = np.concatenate(parts)
-            lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(ids))
-            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-        return JaggedIds(self.features, torch.from_numpy(values), offsets)
+            values = torch.from_numpy(columns.ravel())
+            return JaggedIds(self.features, values, torch.arange(len(values) + 1))
+        tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
+        parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
+        lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(ids))
+        values = torch.from_numpy(np.concatenate(parts))
+        return JaggedIds.of_lengths(self.features, values, lengths, None)
 
 
 class CriteoArrays(CriteoBatches):

@@ -315,8 +315,14 @@ def build_table(task: TableTask) -> TableReport:
             array[values] = found  # rows that never occur stay 0
         report = TableReport(task.table, task.rows)
     shutil.rmtree(folder / "runs")
-    if task.bag > 1:
-        _count_bags(counts, task.table, task.bag)
+    if task.bag > 1:  # counts of the ids in bags, from those of the ids that these come from
+        single = np.load(counts)
+        total, step = np.zeros_like(single), max(1, _CHUNK // task.bag)
+        for start in range(0, len(single), step):
+            ids = start + np.flatnonzero(single[start : start + step])
+            of_bags = bags(ids, task.table, len(single), task.bag)
+            np.add.at(total, of_bags, single[ids][:, None])
+        np.lib.format.open_memmap(counts, "r+")[:] = total
     write_json(folder / "report.json", asdict(report))
     return report
 
@@ -333,7 +339,11 @@ def _vocabulary(task: TableTask, path: Path) -> TableReport:
     entries, outside, histogram, dtype = _select(task, folder)
     row_dtype = np.dtype(np.int32 if entries + FIRST <= 2**31 else np.int64)
     distinct, numbers = histogram
-    _write_counts(path, [outside, task.missing], distinct, numbers)
+    by_row = np.lib.format.open_memmap(path, "w+", np.int64, (FIRST + int(numbers.sum()),))
+    by_row[:FIRST], at = [outside, task.missing], FIRST
+    for count, number in zip(distinct[::-1].tolist(), numbers[::-1].tolist(), strict=True):
+        by_row[at : at + number] = count  # every distinct count as often as it occurs, falling
+        at += number
     named = Path(task.output, f"vocabulary/cat_{task.table}.npy")
     named.parent.mkdir(exist_ok=True)
     names = np.lib.format.open_memmap(named, "w+", dtype, (entries + FIRST,))
@@ -384,28 +394,6 @@ def _select(
     return entries, outside, (distinct, numbers), dtype
 
 
-def _write_counts(path: Path, first: list[int], distinct: np.ndarray, numbers: np.ndarray) -> None:
-    """Counts by row: `first`, then every distinct count as often as it occurs, falling."""
-    array = np.lib.format.open_memmap(path, "w+", np.int64, (len(first) + int(numbers.sum()),))
-    array[: len(first)] = first
-    at = len(first)
-    for count, number in zip(distinct[::-1].tolist(), numbers[::-1].tolist(), strict=True):
-        array[at : at + number] = count
-        at += number
-
-
-def _count_bags(path: Path, table: int, size: int) -> None:
-    """Counts of the ids in bags of `size`, from those of the ids that the bags come from."""
-    single = np.load(path)
-    total = np.zeros_like(single)
-    step = max(1, _CHUNK // size)
-    for start in range(0, len(single), step):
-        ids = start + np.flatnonzero(single[start : start + step])
-        np.add.at(total, bags(ids, table, len(single), size), single[ids][:, None])
-    array = np.lib.format.open_memmap(path, "r+")
-    array[:] = total
-
-
 @dataclass(frozen=True)
 class AssembleTask:
     """Write the samples in the file `rows` of a part from place `first` of the arrays in `output`
@@ -441,7 +429,11 @@ def assemble_part(task: AssembleTask) -> None:
         if rows.missing is not None:
             ids = _rows_of(ids, rows.missing, task.tables)
         for name, values in (("labels", rows.labels), ("dense", rows.dense), ("ids", ids)):
-            _write_at(task.output / f"{name}.npy", first, values)
+            with (task.output / f"{name}.npy").open("r+b") as file:
+                np.lib.format.read_magic(file)
+                np.lib.format.read_array_header_1_0(file)
+                file.seek(file.tell() + first * values[:1].nbytes)
+                values.tofile(file)
         first += len(ids)
     task.rows.unlink()
 
@@ -474,12 +466,3 @@ def _look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarra
     found = np.empty(len(distinct), dtype=rows.dtype)
     found[order] = np.where(known[places] == distinct[order], rows[places], OUT_OF_VOCABULARY)
     return found[codes]
-
-
-def _write_at(path: Path, first: int, values: np.ndarray) -> None:
-    """Write rows of an array file from row `first` on."""
-    with path.open("r+b") as file:
-        np.lib.format.read_magic(file)
-        np.lib.format.read_array_header_1_0(file)
-        file.seek(file.tell() + first * values[:1].nbytes)
-        values.tofile(file)

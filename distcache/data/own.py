@@ -386,21 +386,16 @@ def as_batch(
             f"{ids.batch_size} samples ({len(ids.offsets)} offsets for {len(features)} features); "
             "give dense [b, F], labels [b], ids of b samples"
         )
-    _check_labels(labels, where)
-    weights = None if ids.weights is None else ids.weights.clone()
-    ids = JaggedIds(ids.features, ids.values.clone(), ids.offsets.clone(), weights)
-    return Batch(dense.clone(), ids, labels.clone(), UNKNOWN, index, epoch, 0, kind)
-
-
-def _check_labels(labels: Tensor, where: str) -> None:
-    """Every label `[b]` is in [0, 1]: log loss has no least value for any other, nor for NaN."""
-    bad = ~((labels >= 0) & (labels <= 1))
+    bad = ~((labels >= 0) & (labels <= 1))  # of such, and of NaN, log loss has no least value
     if bad.any():
         sample = int(bad.to(torch.uint8).argmax())
         raise DataError(
             f"{where}: sample {sample} has the label {labels[sample].item():g}; {int(bad.sum())} "
             "of its labels are not in [0, 1]: give 0 or 1, or a probability"
         )
+    weights = None if ids.weights is None else ids.weights.clone()
+    ids = JaggedIds(ids.features, ids.values.clone(), ids.offsets.clone(), weights)
+    return Batch(dense.clone(), ids, labels.clone(), UNKNOWN, index, epoch, 0, kind)
 
 
 def _check_width(batch: Batch, width: int | None) -> None:
@@ -418,10 +413,10 @@ def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:
     if isinstance(ids, JaggedIds):
         found = ids
     elif hasattr(ids, "keys") and hasattr(ids, "lengths"):
-        offsets = _offsets_of(ids.lengths().detach().cpu().long())
         weights = ids.weights_or_none()
         weights = None if weights is None else weights.detach().cpu()
-        found = JaggedIds(tuple(ids.keys()), ids.values().detach().cpu(), offsets, weights)
+        values, lengths = ids.values().detach().cpu(), ids.lengths().detach().cpu().long()
+        found = JaggedIds.of_lengths(tuple(ids.keys()), values, lengths, weights)
     elif isinstance(ids, tuple | list) and len(ids) in (2, 3):
         tensors = [torch.as_tensor(part).detach().cpu() for part in ids]
         found = JaggedIds(features, *tensors)
@@ -446,12 +441,7 @@ def _reordered(ids: JaggedIds, features: tuple[str, ...]) -> JaggedIds:
     lengths = ids.offsets.diff().view(len(features), b)[order].reshape(-1)
     weights = None if ids.weights is None else torch.cat([ids.weights[span] for span in spans])
     values = torch.cat([ids.values[span] for span in spans])
-    return JaggedIds(features, values, _offsets_of(lengths), weights)
-
-
-def _offsets_of(lengths: Tensor) -> Tensor:
-    """Where bags of `lengths` int64 `[n]` begin, and the last one ends."""
-    return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    return JaggedIds.of_lengths(features, values, lengths, weights)
 
 
 def _numbers(values: Any, what: str) -> Tensor:

@@ -618,13 +618,13 @@ class ParquetSource(SlicedSource):
         for feature in range(len(self.features)):
             wanted = [(block[feature], samples[at]) for block, at in zip(held, where, strict=True)]
             parts.append(_gather(wanted, where))
-        offsets = np.concatenate(([0], np.cumsum(np.concatenate([part[1] for part in parts]))))
+        lengths = torch.from_numpy(np.concatenate([part[1] for part in parts]))
         weights = None
         if self.spec.weight_columns:  # ids of a feature without weights have the weight 1
             filled = [np.ones(len(ids)) if own is None else own for ids, _, own in parts]
             weights = torch.from_numpy(np.concatenate(filled)).to(self.spec.dtype)
         values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))
-        return JaggedIds(self.features, values, torch.from_numpy(offsets), weights)
+        return JaggedIds.of_lengths(self.features, values, lengths, weights)
 
     def dense_and_labels(
         self, groups: np.ndarray, samples: np.ndarray

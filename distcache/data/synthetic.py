@@ -126,17 +126,13 @@ class ZipfTables:
     def bins(self, table: int) -> tuple[np.ndarray, np.ndarray]:
         """Ranks in bins of like popularity, the most popular first: the mean probability of a row
         of each bin, float64 `[k]`, and its rows, int64 `[k]`."""
-        edges = _bin_edges(int(self.rows[table]))
+        rows = int(self.rows[table])
+        head = min(rows, HEAD_RANKS)  # single ranks first, then bins that grow by `_BIN_RATIO`
+        steps = math.ceil(math.log(rows / head) / math.log(_BIN_RATIO))
+        tail = np.minimum(np.floor(head * _BIN_RATIO ** np.arange(1, steps + 1)), rows)
+        edges = np.unique(np.concatenate((np.arange(head + 1), tail.astype(np.int64), [rows])))
         widths = np.diff(edges)
         return np.clip(np.diff(self.mass_below(table, edges)) / widths, 0.0, 1.0), widths
-
-
-def _bin_edges(rows: int) -> np.ndarray:
-    """Integer edges of [0, rows): single ranks first, then bins that grow by `_BIN_RATIO`."""
-    head = min(rows, HEAD_RANKS)
-    steps = math.ceil(math.log(rows / head) / math.log(_BIN_RATIO))
-    tail = np.minimum(np.floor(head * _BIN_RATIO ** np.arange(1, steps + 1)), rows)
-    return np.unique(np.concatenate((np.arange(head + 1), tail.astype(np.int64), [rows])))
 
 
 def _affine(rows: int, key: int) -> tuple[int, int]:
@@ -326,26 +322,21 @@ class SyntheticSource(SlicedSource):
         ids, weights = self._bags(keys, lengths)
         chances = self._teacher.probabilities(ids, lengths, weights, dense)
         draws = uniform_from_bits(hash_counters(keys, key_of(self.spec.seed, _LABEL)))
-        jagged = self._jagged(ids, lengths, weights)
+        values, bags = torch.from_numpy(ids), torch.from_numpy(lengths.ravel())
+        floats = None if weights is None else self._floats(weights)
+        jagged = JaggedIds.of_lengths(self.features, values, bags, floats)
         return part.batch(self._floats(dense), jagged, self._floats(draws < chances))
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`; without weights."""
         keys = hash_counters(samples.view(np.uint64), key_of(self.spec.seed, _SAMPLE))
         lengths = self._lengths(keys)
-        return self._jagged(self._bags(keys, lengths)[0], lengths, None)
+        values = torch.from_numpy(self._bags(keys, lengths)[0])
+        return JaggedIds.of_lengths(self.features, values, torch.from_numpy(lengths.ravel()), None)
 
     def order_of(self, chosen: Subset, which: int) -> SampleOrder:
         """See `SlicedSource.order_of`."""
         return SampleOrder(chosen.count, key_of(self.spec.seed, _ORDER, which))
-
-    def _jagged(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
-    ) -> JaggedIds:
-        """Bags of `lengths` `[F, b]`."""
-        offsets = torch.from_numpy(np.append(0, np.cumsum(lengths.ravel())))
-        floats = None if weights is None else self._floats(weights)
-        return JaggedIds(self.features, torch.from_numpy(ids), offsets, floats)
 
     def _lengths(self, keys: np.ndarray) -> np.ndarray:
         """Ids of each bag, int64 `[F, b]`, from sample keys `[b]`."""

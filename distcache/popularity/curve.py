@@ -153,9 +153,6 @@ def room_for(mean: float, variance: float, deviations: float = SURE) -> float:
     return mean + deviations * math.sqrt(variance)
 
 
-# -----------------------------------------------------------------------------
-# The curve of one table.
-
 ALIKE = 0.02
 """Below this `Curve.spread` rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
 

@@ -199,7 +199,12 @@ def read_statistics(path: str | Path, key: str = "cache.statistics") -> Statisti
     if (folder / NAME).is_file():
         return _read_own(folder, key)
     if (folder / MANIFEST).is_file():
-        return _read_preprocessed(folder)
+        from distcache.data.criteo import CriteoArrays, CriteoSpec
+
+        source = CriteoArrays(CriteoSpec(folder))
+        counted = enumerate(source.features)
+        tables = tuple(TableCounts.of(feature, source.counts(index)) for index, feature in counted)
+        return Statistics(tables, vocabulary_of(source), source.train_samples)
     raise ConfigError(
         f"{key}={path} holds neither {NAME} nor {MANIFEST}: give a folder that python -m "
         "distcache.analyze or distcache.preprocess made"
@@ -214,38 +219,25 @@ def _read_own(folder: Path, key: str) -> Statistics:
                 f"{key}={folder} has statistics of format {values['format']}, this version reads "
                 f"{FORMAT}: count again with python -m distcache.analyze"
             )
-        tables = tuple(_read_table(folder, i, about) for i, about in enumerate(values["tables"]))
-        return Statistics(tables, values["vocabulary"], values["samples"], values["share"])
+        tables = []
+        for index, about in enumerate(values["tables"]):
+            name = f"counts/{index}.npy"
+            if any(about[key] != value for key, value in _EXACT.items()):
+                raise ValueError(f"{name} has no exact counts")
+            counts = np.load(folder / name, mmap_mode="r")
+            if len(counts) != about["rows"]:
+                raise ValueError(f"{name} has {len(counts)} entries")
+            kind = counts.dtype.kind  # of unsigned ones nothing is read yet
+            if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
+                raise ValueError(f"{name} has other entries than counts")
+            tables.append(TableCounts(counts=counts, **{key: about[key] for key in _PLAIN}))
+        return Statistics(tuple(tables), values["vocabulary"], values["samples"], values["share"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{key}={folder}: the statistics are damaged ({error}): count again with python -m "
             "distcache.analyze"
         ) from error
 
-
-def _read_table(folder: Path, index: int, about: dict[str, Any]) -> TableCounts:
-    if any(about[key] != value for key, value in _EXACT.items()):
-        raise ValueError(f"counts/{index}.npy has no exact counts")
-    counts = np.load(folder / f"counts/{index}.npy", mmap_mode="r")
-    if len(counts) != about["rows"]:
-        raise ValueError(f"counts/{index}.npy has {len(counts)} entries")
-    kind = counts.dtype.kind
-    if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
-        raise ValueError(f"counts/{index}.npy has other entries than counts")
-    return TableCounts(counts=counts, **{name: about[name] for name in _PLAIN})
-
-
-def _read_preprocessed(folder: Path) -> Statistics:
-    from distcache.data.criteo import CriteoArrays, CriteoSpec
-
-    source = CriteoArrays(CriteoSpec(folder))
-    counted = enumerate(source.features)
-    tables = tuple(TableCounts.of(feature, source.counts(index)) for index, feature in counted)
-    return Statistics(tables, vocabulary_of(source), source.train_samples)
-
-
-# -----------------------------------------------------------------------------
-# One byte per row that says how popular it is: what policies rank rows by.
 
 _PER_OCTAVE = 8
 """Classes for each doubling of a count: rows whose counts are within 9 % share one."""

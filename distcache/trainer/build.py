@@ -204,11 +204,7 @@ def build_rates(config: Config) -> Callable[[int], tuple[float, float]]:
 
 
 def build_parallel(
-    config: Config,
-    world: World,
-    tables: Sequence[TableSpec],
-    model: nn.Module,
-    source: BatchSource,
+    config: Config, world: World, tables: Sequence[TableSpec], model: nn.Module, source: BatchSource
 ) -> Parallel:
     """The model and its tables in `parallel.mode`; called by all ranks.
 

@@ -363,11 +363,9 @@ def expected_rows(config: Config, source: Any, tables: Sequence[TableSpec]) -> t
 
 def _expected_distinct(source: Any, tables: Sequence[TableSpec], samples: int) -> tuple[float, ...]:
     """Of each group, what `source` expects so many samples to name."""
-
-    def of_table(table: int) -> float:
-        return source.expected_distinct(table, round(samples * source.lookups_per_sample(table)))
-
-    return tuple(sum(of_table(table) for table in members) for members in group_tables(tables))
+    lookups = [round(samples * source.lookups_per_sample(at)) for at in range(len(tables))]
+    named = [source.expected_distinct(table, count) for table, count in enumerate(lookups)]
+    return tuple(sum(named[table] for table in members) for members in group_tables(tables))
 
 
 def read_checked(
@@ -383,10 +381,6 @@ def read_checked(
     statistics = read_statistics(path)
     check_fits(statistics, source, path)
     return statistics_of(statistics, tables, f"cache.statistics={path}")
-
-
-# -----------------------------------------------------------------------------
-# The first batches of a run, read before it starts: how often each row is looked up.
 
 
 def window_steps(cache: CacheConfig) -> int:
@@ -427,10 +421,6 @@ def read_window(
     return Statistics(tuple(found), "", samples)
 
 
-# -----------------------------------------------------------------------------
-# From the config to how cached rows lie over the ranks: `cache.placement` and its `auto`.
-
-
 def resolve_placement(
     config: Config,
     world: World,
@@ -456,33 +446,23 @@ def resolve_placement(
         return Known(tables, slots, counted)
 
     def measured() -> Cluster:
-        return _measured_cluster(config, world, tables, model, source)
+        """The links and the speed of these ranks, timed; all of them call this. The model is timed
+        too, and left as it is with the state of random numbers."""
+        features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
+        if features is None:
+            raise ConfigError(
+                f"cache.placement={config.cache.placement} with cache.objective=time runs the "
+                "dense model to time it, and how many dense features it takes is not known of "
+                "batches that are read once: give cache.cluster=<cluster.json of distcache.plan>, "
+                "cache.objective=bytes, or a placement with its replicated rows"
+            )
+        update = row_update(config.optim.name, 0.0)
+        widest = max(table.dim for table in tables)
+        width = sum(table.dim * len(table.features) for table in tables)
+        batch = max(1, config.data.global_batch_size // world.size)
+        with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+            own = copy.deepcopy(model).to(world.device, torch.float32)
+            return measure(world, widest, update, own, (batch, features, width))
 
     request = request_of(config, sum(math.prod(p.shape) for p in model.parameters()))
     return request.placement(world, tables, facts, measured)
-
-
-def _measured_cluster(
-    config: Config,
-    world: World,
-    tables: Sequence[TableSpec],
-    model: nn.Module,
-    source: BatchSource,
-) -> Cluster:
-    """The links and the speed of these ranks, timed; all of them call this. The model is timed too,
-    and left as it is with the state of random numbers."""
-    features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
-    if features is None:
-        raise ConfigError(
-            f"cache.placement={config.cache.placement} with cache.objective=time runs the dense "
-            "model to time it, and how many dense features it takes is not known of batches that "
-            "are read once: give cache.cluster=<cluster.json of distcache.plan>, "
-            "cache.objective=bytes, or a placement with its replicated rows"
-        )
-    update = row_update(config.optim.name, 0.0)
-    widest = max(table.dim for table in tables)
-    width = sum(table.dim * len(table.features) for table in tables)
-    batch = max(1, config.data.global_batch_size // world.size)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        own = copy.deepcopy(model).to(world.device, torch.float32)
-        return measure(world, widest, update, own, (batch, features, width))

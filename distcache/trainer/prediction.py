@@ -13,17 +13,12 @@ from typing import Any
 import numpy as np
 
 from distcache.config.tree import Config
-from distcache.data.batch import Batch, BatchCheck, BatchSource
+from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
-from distcache.popularity.curve import (
-    COUNT_BYTES,
-    TableCounter,
-    TableProfile,
-    profile_of,
-)
+from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile, profile_of
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
@@ -55,30 +50,6 @@ _LEAST_SHARE, _MOST_SHARE = 0.01, 0.1
 
 Progress = Callable[[str, int, str], AbstractContextManager[Any]]
 """A progress bar for (stage, total, unit), whose `update(n)` goes n units on."""
-
-
-class CheckedSource:
-    """A batch source whose ids all lie inside their tables, as training checks them."""
-
-    def __init__(self, source: BatchSource, tables: Sequence[TableSpec], on_bad_id: str) -> None:
-        self._source, self._how = source, (tables, on_bad_id)
-        self._check = BatchCheck(tables, source.features, on_bad_id)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
-        """See `BatchSource.train_batch`."""
-        return self._check(self._source.train_batch(step, rank, world_size))
-
-    def eval_batch(self, index: int, rank: int, world_size: int) -> Batch:
-        """See `BatchSource.eval_batch`."""
-        return self._check(self._source.eval_batch(index, rank, world_size))
-
-    def in_file_order(self) -> CheckedSource:
-        """The same with the samples in their own order, where the source can give them so."""
-        make = getattr(self._source, "in_file_order", None)
-        return self if make is None else CheckedSource(make(), *self._how)
 
 
 @dataclass(frozen=True)
@@ -144,14 +115,15 @@ def sampled_steps(source: BatchSource, steps: int, share: float | None) -> list[
 
 
 def count_source(
-    source: CheckedSource, steps: int, share: float | None, progress: Progress
+    source: BatchSource, check: BatchCheck, steps: int, share: float | None, progress: Progress
 ) -> Counted:
-    """Count the lookups of the training steps [0, `steps`) of `source`, or a sample of them.
+    """Count the lookups of the training steps [0, `steps`) of `source`, or a sample of them, its
+    samples in their own order where it can give them so; `check`: of its batches, as in training.
 
     Ctrl-C ends the reading, not the counting. Raises DataError where nothing is looked up,
     MemoryTooSmallError where the machine lacks the memory.
     """
-    reader = source.in_file_order()
+    reader = getattr(source, "in_file_order", lambda: source)()
     wanted = sampled_steps(reader, steps, share)
     size = COUNT_BYTES * sum(source.table_rows)
     require_memory(size, "counts of all lookups", "count where the tables fit, or smaller tables")
@@ -164,7 +136,7 @@ def count_source(
             if stop.signal:
                 log.warning("stopped: the report is of the %d of %d steps read", done, len(wanted))
                 break
-            ids = reader.train_batch(step, 0, 1).ids
+            ids = check(reader.train_batch(step, 0, 1)).ids
             size = ids.batch_size
             spans = np.split(ids.values.numpy(), ids.offsets.numpy()[::size][1:-1])
             for counter, values in zip(counters, spans, strict=True):
@@ -325,7 +297,7 @@ def _late(trace: Trace) -> Trace:
 
 def record_run(
     source: BatchSource,
-    tables: Sequence[TableSpec],
+    check: BatchCheck,
     schedule: Schedule,
     worlds: Sequence[int],
     most_lookups: int,
@@ -333,16 +305,18 @@ def record_run(
     stop: StopRequest,
 ) -> list[Trace]:
     """The traces of a run's first batches, evaluations among them, of about `most_lookups` lookups
-    of training steps; of fewer where `stop` ends the recording."""
+    of training steps; of fewer where `stop` ends the recording. `check`: as for `count_source`."""
     each = max(1, len(source.train_batch(0, 0, 1).ids.values))
     count = max(_LATE, math.ceil(most_lookups / each))
 
     def goes_on(batch: tuple[str, int]) -> bool:
         kind, index = batch
-        return kind != "train" or index < (_LATE if stop.signal else count)
+        wanted = kind != "train" or index < (_LATE if stop.signal else count)
+        progress(int(wanted))
+        return wanted
 
     order = takewhile(goes_on, schedule.order())
-    return record_source(source, tables, worlds, order, lambda _: progress(1))
+    return record_source(source, check.tables, worlds, order, check=check)
 
 
 def configured_case(

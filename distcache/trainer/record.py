@@ -81,10 +81,6 @@ def normalized_entropy(loss: float | None, labels: np.ndarray) -> float | None:
     return loss / -(rate * np.log(rate) + (1.0 - rate) * np.log1p(-rate))
 
 
-# -----------------------------------------------------------------------------
-# Evaluation on held-out batches: logits and labels of all ranks, exact metrics on rank 0.
-
-
 @dataclass(frozen=True)
 class EvalResult:
     """Metrics over `samples` held-out samples of all ranks; None where one does not exist."""
@@ -176,10 +172,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-# -----------------------------------------------------------------------------
-# Step times and throughput, without the first steps.
 
 
 class StepTimes:

@@ -93,10 +93,6 @@ class Phase:
         return replace(self, rate=rate, falls=falls, loss=loss, due=False)
 
 
-# -----------------------------------------------------------------------------
-# Which batches a run trains and evaluates on, in which order: a pure function of the settings.
-
-
 @dataclass
 class Schedule:
     """Training steps [first_step, steps), and evaluations of `eval_batches` batches in between.
@@ -242,10 +238,6 @@ class PhasedSchedule(Schedule):
     def _evaluation(self, source: Any, rank: int, world_size: int) -> Iterator[Batch]:
         for index in range(self.eval_batches):
             yield source.eval_batch(index, rank, world_size)
-
-
-# -----------------------------------------------------------------------------
-# `data.batching`: the hot set of a run, and its data in hot and cold batches.
 
 
 def arrange(

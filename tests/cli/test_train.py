@@ -102,7 +102,9 @@ def test_whatever_happens_to_rank_0_is_published(monkeypatch, error, code):
         raise error
 
     monkeypatch.setattr(entry, "compose_command_line", fail)
-    monkeypatch.setattr(entry, "publish", lambda store, size, value: published.append(value))
+    monkeypatch.setattr(
+        entry.rendezvous, "publish", lambda store, size, value: published.append(value)
+    )
     with contextlib.suppress(ValueError):
         entry.agree(Place(), None)
     assert published == [{"text": None, "exit_code": code}]
