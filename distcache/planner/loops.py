@@ -387,11 +387,13 @@ def take_pinned(
                 continue
             used = np.int64(index[at(row), NAMED])
             used = used if used < step else step - 1
-            if used < before and count < wanted:
+            if used < before:
                 latest = max(latest, used)
                 table[slot, LAST], table[slot, NEXT] = step, NEVER
                 out[count] = slot
                 count += 1
+                if count == wanted:
+                    return count, latest
     return count, latest
 
 
