@@ -100,10 +100,12 @@ def as_node(collection: nn.Module, features: Any, *others: Any) -> Any:
 # What TorchRec does by the exact class of a collection.
 
 
-def tell_torchrec(kind: type[nn.Module]) -> None:
-    """Let TorchRec's tools that go by the class of a collection know this one, of bags or rows."""
-    for path, tell in ((_QUANTIZERS, _tell_quantizers), (_IR, _tell_ir)):
-        with contextlib.suppress(ImportError, OSError, AttributeError):  # as in `theirs`
+def tell_torchrec(kind: type[nn.Module], made: bool = True) -> None:
+    """Let TorchRec's tools that go by the class of a collection know this one, of bags or rows;
+    its quantizers, whose import takes a second, once one is `made`."""
+    tools = {_IR: _tell_ir} | ({_QUANTIZERS: _tell_quantizers} if made else {})
+    for path, tell in tools.items():
+        with contextlib.suppress(ImportError, OSError, AttributeError, KeyError):  # as in `theirs`
             tell(kind, importlib.import_module(path))
 
 

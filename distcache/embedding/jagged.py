@@ -265,4 +265,4 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         }
 
 
-graphs.tell_torchrec(CachedEmbeddingBagCollection)  # for programs that are loaded
+graphs.tell_torchrec(CachedEmbeddingBagCollection, made=False)  # for programs that are loaded
