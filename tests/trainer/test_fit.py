@@ -805,6 +805,21 @@ def test_what_does_not_fit_is_named(tmp_path):
         distcache.fit(slices(), SCENARIO.tables, SCENARIO.model(), settings=few)
 
 
+def test_what_are_no_tables_and_no_model_is_named():
+    """Checkpoints have tables by name: of two of one name they would have one."""
+    same = replace(SCENARIO.tables[0], features=("other",), rows=7)
+    for tables, said in (
+        ([*SCENARIO.tables, same], "two tables are named 't'"),
+        (same, "is no list: give"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            distcache.fit(slices(), tables, SCENARIO.model(), settings=ROWS)
+    with pytest.raises(ConfigError, match=r"features='user' is a text: give .*\('user',\)"):
+        distcache.TableSpec("user", 50, 8, "user")
+    with pytest.raises(ConfigError, match="model='dlrm' is no torch"):
+        distcache.fit(slices(), SCENARIO.tables, "dlrm", settings=ROWS)
+
+
 def test_torchrec_configs_are_tables():
     from torchrec import EmbeddingBagConfig, PoolingType
     from torchrec.modules.embedding_configs import DataType
