@@ -444,7 +444,8 @@ def fit(
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
     own_world, leave = (world, False) if world is not None else (_join(config), True)
-    eval_draws = Draws(None if eval_loader is loader else eval_loader)
+    with torch.random.fork_rng(devices=[]):  # training draws the same without it
+        eval_draws = Draws(None if eval_loader is loader else eval_loader)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs))
