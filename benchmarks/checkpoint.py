@@ -228,10 +228,9 @@ def beside(
         saver.write(TrainerState(done[-1] + 1), {})
         pauses.append(1e3 * (time.perf_counter() - began))
         found = [step()]
-        while saver.asks(0) & BUSY:
+        while saver.asks(False) & BUSY:
             found.append(step())
         writes.append(time.perf_counter() - began)
-        saver.settle()
         return found
 
     done = list[int]()

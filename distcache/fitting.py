@@ -302,8 +302,11 @@ def share_weights(model: torch.nn.Module, world: World) -> None:
 
 
 def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
-    """`TableSpec`s as they are, TorchRec's `EmbeddingBagConfig`s as `TableSpec`s."""
-    found = []
+    """`TableSpec`s as they are, TorchRec's `EmbeddingBagConfig`s as `TableSpec`s. ConfigError for
+    none, and for two of one name, by which checkpoints have them."""
+    listed = isinstance(tables, Iterable)
+    refuse_if(not listed, f"tables={tables!r} is no list: give [table, ...]")
+    found = list[TableSpec]()
     for table in tables:
         if not isinstance(table, TableSpec):
             pooling = getattr(table.pooling, "name", table.pooling)
@@ -311,6 +314,8 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
             rows, dim = table.num_embeddings, table.embedding_dim
             dtype = stored_dtype(getattr(table, "data_type", None))
             table = TableSpec(table.name, rows, dim, features, str(pooling).lower(), dtype)
+        twice = table.name in [own.name for own in found]
+        refuse_if(twice, f"two tables are named {table.name!r}: give each a name of its own")
         found.append(table)
     refuse_if(not found, "tables is empty: give at least one table")
     return found
@@ -426,6 +431,8 @@ def fit(
     """
     specs, mapped = table_specs(tables), isinstance(settings or {}, Mapping)
     refuse_if(not mapped, f"settings={settings!r} is no mapping of keys to values")
+    is_module = isinstance(model, nn.Module)
+    refuse_if(not is_module, f"model={model!r} is no torch.nn.Module of (dense, pooled)")
     given = flat_settings(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
     local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -437,7 +444,8 @@ def fit(
     ahead = most_ahead(config.cache)
     train = OwnBatches(loader, features, epochs, keep=ahead)
     own_world, leave = (world, False) if world is not None else (_join(config), True)
-    eval_draws = Draws(None if eval_loader is loader else eval_loader)
+    with torch.random.fork_rng(devices=[]):  # training draws the same without it
+        eval_draws = Draws(None if eval_loader is loader else eval_loader)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs))

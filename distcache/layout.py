@@ -49,6 +49,11 @@ class TableSpec:
             raise ConfigError(
                 f"table {self.name!r} has {self.rows} rows x {self.dim}: both must be at least 1"
             )
+        if isinstance(self.features, str):
+            raise ConfigError(
+                f"table {self.name!r}: features={self.features!r} is a text: give names, "
+                f"({self.features!r},)"
+            )
         if not self.features:
             raise ConfigError(f"table {self.name!r} has no feature that reads it")
         if self.pooling not in ("sum", "mean"):

@@ -294,7 +294,8 @@ class MomentumSGD(RowUpdate):
 
 @dataclass(frozen=True)
 class Adagrad(RowUpdate):
-    """sum += g^2; w -= lr g / (sqrt(sum) + eps), as torch.optim.Adagrad on a sparse gradient."""
+    """sum += g^2; w -= lr g / (sqrt(sum) + eps), as torch.optim.Adagrad on a sparse gradient, but
+    that `eps` is 1e-8 where none is given, as FBGEMM's; torch's is 1e-10."""
 
     eps: float = 1e-8
     initial_accumulator: float = 0.0

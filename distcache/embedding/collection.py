@@ -474,10 +474,11 @@ class CachedCollection(Copied):
             flag = torch.empty(0, device="cpu")
             self.trainable = nn.Parameter(flag, self.trainable.requires_grad)
         if probe.dtype != dtype or (probe.device != device and self._member.made is not None):
+            way = "with device=, or move it before its first use"
+            way = "with dtype=" if probe.dtype != dtype else way
             raise ConfigError(
                 f"the cache lies on {device} in {dtype} and cannot become {probe.device}, "
-                f"{probe.dtype}: make {type(self).__name__} with device= and dtype=, or move it "
-                "before its first use"
+                f"{probe.dtype}: make {type(self).__name__} {way}"
             )
         super()._apply(fn, recurse)
         if self.trainable.device != device:

@@ -63,7 +63,8 @@ class CacheSettings(CacheConfig):
         if self.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
                 f"dtype={self.dtype} is not torch.float32 or torch.float64, in which rows are "
-                "updated: half precision is a table's, by data_type= of its config"
+                "updated: half precision is a table's, by data_type= of its config, or dtype="
+                "torch.float16 or torch.bfloat16 of CachedEmbedding and CachedEmbeddingBag"
             )
         if not isinstance(self.reset_evicted, bool):
             raise ConfigError(f"reset_evicted={self.reset_evicted!r} is not True or False")
@@ -162,6 +163,8 @@ class library_words:  # noqa: N801 - reads as `with library_words():`
 def concrete_device(device: torch.device | str | None) -> torch.device:
     """The device with its index; None is torch's default device."""
     chosen = torch.get_default_device() if device is None else torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={chosen}: there is no CUDA device here: give 'cpu'")
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if chosen.type not in ("cpu", "cuda", "meta"):

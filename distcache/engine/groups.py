@@ -357,7 +357,8 @@ def too_large(
     what = "" if kind == "train" else " (evaluation)"
     lie = "" if group.hot is None else ("sharded " if region.sharded else "replicated ")
     on_device = has * (1 if region.sharded else len(rows))
-    split = "" if len(groups) == 1 else "; cache.split=by_curve shares slots out by need"
+    split = "; cache.split={table: rows} gives each width its slots, by_curve by need"
+    split = split if len(groups) > 1 else ""
     return StepTooLargeError(
         f"step {step}{what} needs {needs} slots at home rank {home} for its distinct {lie}rows, "
         f"where {has} are, of {on_device} on each device (tables of width {group.dim}): set "

@@ -63,7 +63,7 @@ WAY_OUT = "resume from another checkpoint, or from a copy of this one"
 Mark = tuple[int, int]
 """Where a stored block ends in its file, in bytes, and the CRC-32 of the file up to there."""
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18
 """Bytes that are read at a time: a processor's cache holds them until their checksum is taken."""
 
 

@@ -805,6 +805,40 @@ def test_what_does_not_fit_is_named(tmp_path):
         distcache.fit(slices(), SCENARIO.tables, SCENARIO.model(), settings=few)
 
 
+def test_training_draws_the_same_beside_an_evaluation(tmp_path):
+    class Dropping(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = SCENARIO.model()
+
+        def forward(self, dense, pooled):
+            return self.net(dense, torch.nn.functional.dropout(pooled, 0.5, self.training))
+
+    found = []
+    for held_out in (None, DataLoader([item(9)], batch_size=None)):
+        torch.manual_seed(5)
+        settings = ROWS | {"run.dir": str(tmp_path / str(len(found)))}
+        how = {"eval_loader": held_out, "settings": settings}
+        loader = DataLoader([item(step) for step in range(6)], batch_size=None)
+        found.append(digests(distcache.fit(loader, SCENARIO.tables, Dropping(), **how).summary))
+    assert found[0] == found[1]
+
+
+def test_what_are_no_tables_and_no_model_is_named():
+    """Checkpoints have tables by name: of two of one name they would have one."""
+    same = replace(SCENARIO.tables[0], features=("other",), rows=7)
+    for tables, said in (
+        ([*SCENARIO.tables, same], "two tables are named 't'"),
+        (same, "is no list: give"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            distcache.fit(slices(), tables, SCENARIO.model(), settings=ROWS)
+    with pytest.raises(ConfigError, match=r"features='user' is a text: give .*\('user',\)"):
+        distcache.TableSpec("user", 50, 8, "user")
+    with pytest.raises(ConfigError, match="model='dlrm' is no torch"):
+        distcache.fit(slices(), SCENARIO.tables, "dlrm", settings=ROWS)
+
+
 def test_torchrec_configs_are_tables():
     from torchrec import EmbeddingBagConfig, PoolingType
     from torchrec.modules.embedding_configs import DataType
