@@ -126,6 +126,7 @@ def time_planner(
         )
         slots = min(slots, round(1.05 * distinct))
         regions = home_regions([(group, RegionSlots(slots))], 0, AHEAD[1], DEFAULT, [None])
+    threads = Counted()
     alone = replace(world, rank=0, size=1, local_rank=0, local_size=1, node_sizes=())
     planner = StreamPlanner(
         Link(alone, None, CollectiveCounters(), "a planner that is timed"),
@@ -133,10 +134,8 @@ def time_planner(
         regions,
         [slots],
         TableSettings(lookahead=AHEAD[0], prefetch=AHEAD[1]),
+        threads=threads,
     )
-    planner.threads = threads = Counted()
-    for region in regions:
-        region.planner.threads = threads
     plans = planner.planned(itertools.cycle(batches), lambda: False)
     for _ in range(_WARM):
         next(plans)

@@ -122,7 +122,9 @@ class StreamPlanner:
         slots: Sequence[int | None],
         settings: TableSettings,
         prepare: Callable[[Batch], Batch] = lambda batch: batch,
+        threads: Threads | None = None,
     ) -> None:
+        """`threads`: None: as many as the settings say."""
         for group, count in zip(groups, slots, strict=True):
             if max(group.layout.local_rows, count or 0) > _MOST:
                 raise ConfigError(
@@ -139,7 +141,7 @@ class StreamPlanner:
         self._exchange = PlanExchange(link, shelves, settings.fingerprint, sharded)
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
-        self.threads = Threads(settings.planner_threads)
+        self.threads = threads or Threads(settings.planner_threads)
         parts: list[list[Parts | None]] = [[None, None] for _ in groups]
         for region in regions:
             region.planner.threads = self.threads

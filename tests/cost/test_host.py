@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from cost_cases import BAGS, BATCH, cluster, demand, settings
 
+from distcache.cli import host_times
 from distcache.cli.compose import read_line
 from distcache.cli.host_times import fit
 from distcache.cli.plan_run import Options, parse_request
+from distcache.comm.world import close_world, open_world
 from distcache.cost.cluster import (
     HOST,
     Cluster,
@@ -186,3 +189,18 @@ def test_a_device_computes_at_what_kernels_reach() -> None:
     assert 16_384 * sample == pytest.approx(2.23e9 / 2.7e12 + 49.3e9 / 45e12, rel=0.03)
     plain = device_compute("h200", 64, 0, 502_000).sample_s
     assert plain == pytest.approx(6 * 502_000 / 45e12, rel=0.01)
+
+
+def test_all_that_planner_threads_share_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, plain = set(), host_times.Counted.each
+
+    def each(self: host_times.Counted, call: Any, arguments: Any) -> list:
+        shared.add(call.__name__)
+        return plain(self, call, arguments)
+
+    monkeypatch.setattr(host_times.Counted, "each", each)
+    world = open_world("cpu")
+    counts, seconds, serial = host_times.time_planner(world, [900, 40], 64)
+    close_world(world)
+    assert shared >= {"name_span", "divide_span", "advance", "order_ids"}
+    assert 0 < serial < 1 and seconds > 0 and counts[1] == 128
