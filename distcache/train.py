@@ -39,6 +39,7 @@ from distcache.cli.run import (
     take_over_ctrl_c,
 )
 from distcache.comm import rendezvous
+from distcache.comm.link import together
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.keys import without_use
 from distcache.config.tree import Config
@@ -148,7 +149,7 @@ def run(
         run_dir = Path(config.run.dir)
         if world.is_first:
             open_run_folder(run_dir, config, world, given, is_restart())
-        dist.barrier(group=world.host_group)  # the folder is there before any rank writes into it
+        together(world, lambda: None)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
         train(config, world, run_dir)
 

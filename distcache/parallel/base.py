@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache.comm.link import CollectiveCounters, agree_on, together
@@ -479,7 +478,7 @@ class StepStatistics:
         most = {"embedding": embedding, "peak": embedding + dense_bytes, "home": self.home_rows}
         if world.device.type == "cuda":
             most["peak"] = torch.cuda.max_memory_allocated(world.device)
-        most = over_ranks(world, most, dist.ReduceOp.MAX)
+        most = over_ranks(world, most, max)
         moved = [vars(group.counts) for group in rows]
         own = {name: sum(counts[name] for counts in moved) for name in vars(MoveCounts())}
         own |= {"lookups": self.lookups, "hits": self.lookup_hits} | dict(counters.values())
@@ -519,12 +518,10 @@ class StepStatistics:
         return values
 
 
-def over_ranks(world: World, values: dict[str, int], op: Any = dist.ReduceOp.SUM) -> dict:
+def over_ranks(world: World, values: dict[str, int], op: Callable[..., int] = sum) -> dict:
     """The sums of `values` over all ranks, or what `op` makes of them."""
-    found = torch.tensor(list(values.values()), dtype=torch.int64)
-    if world.size > 1:
-        dist.all_reduce(found, op=op, group=world.host_group)
-    return dict(zip(values, found.tolist(), strict=True))
+    by_rank = zip(*together(world, lambda: list(values.values())), strict=True)
+    return dict(zip(values, map(op, by_rank), strict=True))
 
 
 def held_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:

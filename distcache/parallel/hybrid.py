@@ -696,7 +696,7 @@ class HybridParallel(Parallel):
         most = {"embedding": held, "peak": held + held_bytes(self._model.parameters(), self._dense)}
         if self._world.device.type == "cuda":
             most["peak"] = torch.cuda.max_memory_allocated(self._world.device)
-        most = over_ranks(self._world, most, dist.ReduceOp.MAX)
+        most = over_ranks(self._world, most, max)
         sent = over_ranks(self._world, self.counters.values())
         nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill", "scatter"]
         stages = {"load": 0.0, "wait": 0.0} | self._clock.stages.mean_ms()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.link import on_first
+from distcache.comm.link import Waiting, on_first
 from distcache.comm.rendezvous import shutdown_timeout
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
@@ -116,7 +116,10 @@ class Evaluation:
     def finish(self, world: World) -> EvalResult:
         """The metrics over all ranks, equal on every rank; all ranks call this."""
         parts: list[Any] | None = [None] * world.size if world.is_first else None
-        dist.gather_object(self._parts, parts, dst=0, group=world.host_group)
+        try:
+            dist.gather_object(self._parts, parts, dst=0, group=world.host_group)
+        except RuntimeError as error:
+            raise Waiting(world, "the host group", "evaluation").explain(error) from error
 
         def measured() -> EvalResult:
             # A batch is the slices of all ranks, in rank order.
