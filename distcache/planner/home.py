@@ -166,7 +166,8 @@ class Ingested:
     """A step's rows at their home, U_h distinct `rows`, which its slots hold where it `fits`. By
     part, those of part p from `bases[p]` on (int64 `[K]`), its `counts[p]` (int64 `[K]`) `distinct`
     rows, numbered in their part, by shelf, then first occurrence, and the steps that named them
-    `previous` to it, -1 for none; `firsts`: the canonical index of the first of each, int64 `[K]`.
+    `previous` to it, -1 for none, until it is planned as `loops.tell_new` gives them; `firsts`: the
+    canonical index of the first of each, int64 `[K]`.
     `labels`: of each row that rank r asked for on shelf s, from `starts[r, s]` to `starts[r, s +
     1]` (int64 `[W, shelves + 1]`), its place among those of its part. int32 `[N]` all three, N rows
     asked for, those of rank r up to `ends[r]`."""
@@ -407,12 +408,12 @@ class HomePlanner(Planner):
     `prefetch` is P. A step is decided when the ids through step + L are ingested (or the stream
     ended). `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen;
     `PINNED` rows leave where no other can, whatever the policy, as do those of `resident_rows`. Its
-    index is 8 bytes per local row:
-    slot and last reference; only the home has it, so it is divided over the ranks. Rows of a step
-    in the window that it names again wait until that step is planned: 4 bytes each. Every slot with
-    a row lies in a list (`loops.Home`), so filing and taking cost as much as the rows filed and
-    taken, whatever the size of the cache. Raises ConfigError where a policy needs popularity and it
-    is None.
+    index is 8 bytes per local row: slot, level and last reference; only the home has it, so it is
+    divided over the ranks. Rows of a step in the window that it names again wait until that step is
+    planned: 4 bytes each. Every slot with a row that is not pinned lies in a list, so
+    filing and taking cost as much as the rows filed and taken, whatever the size of the cache; only
+    where pinned rows must leave are all slots looked at. Raises ConfigError where a policy needs
+    popularity and it is None.
     """
 
     def __init__(
