@@ -178,9 +178,9 @@ def contender(
     if who == "sharded":
         apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": options.lr})
         return Loop(who, options, sharded(model, tables, world), feed)
-    if world.size > 1:  # as DistributedModelParallel wraps the dense part
-        how = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-        model = DistributedDataParallel(model, **how)
+    if world.size > 1:  # the dense part as DistributedModelParallel wraps it, in one bucket
+        how = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "static_graph": True}
+        model = DistributedDataParallel(model, bucket_cap_mb=25, **how)
     return Cached(options, ebc, model, feed) if who == "cached" else Loop(who, options, model, feed)
 
 
