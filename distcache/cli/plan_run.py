@@ -101,7 +101,7 @@ class Options:
     measure: bool = option(False, "measure inside, host and compute on this machine")
     measure_ranks: int = option(2, "measure=true: local ranks that measure", least=1)
     cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio", least=0)
-    cache_ratio: float = option(0.015, "slots of a rank as a share of all rows")
+    cache_ratio: float = option(0.015, "slots of a rank as a share of all rows", share="(0, 1]")
     state: str = option(
         "auto", "optimizer state of replicated rows: auto, replicated or home", choice=_STATES
     )

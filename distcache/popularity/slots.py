@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from distcache.comm.link import on_first, together
-from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
-from distcache.planner.victims import Policy
 from distcache.popularity.curve import Curve, room_for, top_rows
-from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
+from distcache.popularity.statistics import Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
 
-def _listed(values: Sequence[int]) -> str:
+def listed(values: Sequence[int]) -> str:
     """Numbers of groups for messages."""
     return " + ".join(map(str, values))
 
@@ -139,12 +136,10 @@ def cache_slots(
     `rows` and `bytes` are split over the groups by their rows V; bytes that a group cannot use go
     to the others. C is a multiple of W, because home h owns C / W slots: `rows` and `ratio` are
     rounded up to it, `bytes` down, as it is a bound; at least W, at most W * ceil(V / W) (a cache
-    larger than the tables is capped, and logged). Raises ConfigError for two keys, or a value out
-    of range.
+    larger than the tables is capped, and logged).
     """
     given = {"rows": rows, "ratio": ratio, "bytes": bytes}
     given = {key: value for key, value in given.items() if value is not None}
-    _check(given)
     key, value = next(iter(given.items()), ("", 0))
     all_rows = sum(v for v, _, _ in groups)
     full = [-(-v // world_size) * world_size for v, _, _ in groups]
@@ -180,21 +175,6 @@ def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], it
     return sum(count * (dim + state) * itemsize for count, (_, dim, state) in pairs)
 
 
-def _check(given: Mapping[str, float]) -> None:
-    """ConfigError for two sizes, a ratio outside (0, 1], or rows and bytes that are not whole and
-    at least 1."""
-    if len(given) > 1:
-        named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
-        raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
-    for key, value in given.items():
-        if key == "ratio" and not 0 < value <= 1:
-            raise ConfigError(
-                f"cache.ratio={value} is not in (0, 1]: it is a share of the rows, 0.015 for 1.5 %"
-            )
-        if key != "ratio" and (value != int(value) or value < 1):
-            raise ConfigError(f"cache.{key}={value} must be a whole number of at least 1")
-
-
 def _split_bytes(
     budget: int, groups: Sequence[tuple[int, int, int]], full: Sequence[int], itemsize: int
 ) -> list[int]:
@@ -224,9 +204,6 @@ def _split_bytes(
 
 PROPORTIONAL, BY_CURVE = "proportional", "by_curve"
 
-SPLITS = (PROPORTIONAL, BY_CURVE)
-"""By name; a mapping of tables to rows is the third."""
-
 
 def slots_by_curve(
     groups: Sequence[StepCurves], row_bytes: Sequence[int], budget: int, world_size: int
@@ -242,37 +219,19 @@ def slots_by_curve(
     needed = sum(slots * size for slots, size in zip(least, row_bytes, strict=True))
     if budget < needed:
         raise ConfigError(
-            f"cache.split={BY_CURVE}: a step is expected to need {_listed(least)} slots of "
-            f"{_listed(row_bytes)} bytes each (by group), {needed} bytes together, but the budget "
+            f"cache.split={BY_CURVE}: a step is expected to need {listed(least)} slots of "
+            f"{listed(row_bytes)} bytes each (by group), {needed} bytes together, but the budget "
             f"is {budget} bytes: set cache.bytes={needed} or more, or lower data.global_batch_size"
         )
-    slots, left = list(least), budget - needed
-    full = [-(-group.rows // world_size) * world_size for group in groups]
-    for group, rows in _by_saving(groups, row_bytes, least):
-        size = row_bytes[group]
-        taken = min(rows, left // size, full[group] - slots[group])
-        slots[group] += taken
-        left -= taken * size
-    return [count // world_size * world_size for count in slots]
-
-
-def _by_saving(
-    groups: Sequence[StepCurves], row_bytes: Sequence[int], least: Sequence[int]
-) -> list[tuple[int, int]]:
-    """(group, rows) in the order of saving per byte, without each group's `least` likeliest."""
-    saving, rows, owner = [], [], []
-    for index, (group, size, skipped) in enumerate(zip(groups, row_bytes, least, strict=True)):
+    saving, room = [], []  # of rows beyond each group's least, in bytes
+    for group, size, skipped in zip(groups, row_bytes, least, strict=True):
         use = np.concatenate([np.append(q, 0.0) for q in group.use])
         count = np.concatenate([np.append(c.rows, c.table_rows - c.distinct) for c in group.tables])
         order = np.argsort(-use, kind="stable")
-        ends = np.cumsum(count[order])
         saving.append(use[order] / size)
-        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]).astype(np.int64))
-        owner.append(np.full(len(order), index))
-    order = np.argsort(-np.concatenate(saving), kind="stable")
-    rows, owner = np.concatenate(rows)[order], np.concatenate(owner)[order]
-    kept = rows > 0
-    return list(zip(owner[kept].tolist(), rows[kept].tolist(), strict=True))
+        room.append(np.clip(np.cumsum(count[order]) - skipped, 0, count[order]) * size)
+    taken = zip(top_rows(saving, room, budget - needed), row_bytes, least, strict=True)
+    return [(own + int(more) // size) // world_size * world_size for more, size, own in taken]
 
 
 def given_rows(
@@ -280,7 +239,7 @@ def given_rows(
 ) -> list[int]:
     """The rows that a user's key `of` gives each table, by table or feature; 0 to the others.
 
-    Raises ConfigError for an unknown table, or a number that is not from 0 to the table's rows.
+    Raises ConfigError for an unknown table, one that is named twice, or more rows than it has.
     """
     places = {table.name: place for place, table in enumerate(tables)}
     for place, table in enumerate(tables):
@@ -297,8 +256,6 @@ def given_rows(
         place = places[name]
         if place in named:
             raise ConfigError(f"{key} names the table that {named[place]} names: give one of them")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"{key}: give a whole number of rows, at least 0")
         most = tables[place].rows
         if count > most:
             raise ConfigError(f"{key}, but the table has {most} rows: give at most {most}")
@@ -353,8 +310,8 @@ def plan_slots(
     `state_widths`: S of each table's rows; `statistics`: of these tables, in order. `proportional`
     gives each group slots by its rows, `by_curve` by `slots_by_curve`; the hot rows are the
     likeliest of each group, as many as it has slots. A mapping gives the hot rows of each table,
-    and their group as many slots. Raises ConfigError where the split does not fit the tables, the
-    budget, or lacks statistics.
+    and their group as many slots. Raises ConfigError where the split does not fit the tables or the
+    budget.
     """
     groups, world, item = group_tables(tables), budget.world_size, budget.itemsize
     sizes = []
@@ -366,17 +323,6 @@ def plan_slots(
         if statistics is not None:
             _check_room(plan, groups, statistics, budget.batch)
         return plan
-    if split not in SPLITS:
-        raise ConfigError(
-            f"cache.split={split} is unknown: choose {' or '.join(SPLITS)}, or give "
-            "{table: rows} for each table"
-        )
-    if statistics is None and split != PROPORTIONAL:
-        raise ConfigError(
-            f"cache.split={split} needs to know how often rows are looked up: give "
-            "cache.statistics=<folder of python -m distcache.analyze or preprocess>, or use "
-            f"cache.split={PROPORTIONAL}"
-        )
     expected = budget.expected
     if not expected and statistics is not None and budget.batch > 1 and budget.by_default:
         samples = min(budget.batch * budget.steps, statistics.samples)
@@ -493,85 +439,18 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
     return replace(statistics, tables=tuple(counts))
 
 
-# -----------------------------------------------------------------------------
-# What a cache makes of a budget and statistics: decided by rank 0, the same on all ranks.
-
-AUTO = "auto"
-
-WARM_START = 0.5
-"""`cache.warm_start=auto` where there are statistics: most of these rows save a fetch later, of the
-next half most do not (docs/popularity.md). Rows that are pinned all come first: they stay."""
-
 _SHOWN = 40
 """Tables that the log lists."""
 
 
-@dataclass(frozen=True)
-class Use:
-    """What is made of statistics: `warm_start` (or `auto`) and `split` as the keys of group
-    `cache`; `policy`: of the planners; `prefetch`: P."""
-
-    policy: Policy
-    warm_start: float | str = AUTO
-    split: str | Mapping[str, Any] = "proportional"
-    prefetch: int = 1
-
-
-def decide(
-    world: World,
-    tables: Sequence[TableSpec],
-    state_widths: Sequence[int],
-    budget: Budget,
-    use: Use,
-    read: Callable[[], Statistics | None],
-) -> tuple[tuple[int, ...], Popularity | None]:
-    """Slots C of each group, and the popularity of rows where there are statistics.
-
-    `state_widths`: S of each table's rows; `read` gives the statistics of `tables`, in order, or
-    None. Called by all ranks; raises ConfigError on all of them.
-    """
-    found: list[Statistics | None] = []
-    together(world, lambda: found.append(read()))
-    statistics = found[0]
-
-    def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
-        plan = plan_slots(tables, state_widths, budget, use.split, statistics)
-        if statistics is None or use.policy.ranking != "static":
-            return plan, None
-        return plan, first_rows(tables, plan.slots, statistics, budget, use.prefetch + 1)
-
-    plan, pinned = on_first(world, planned)
-    if world.is_first and budget.by_default and isinstance(use.split, str):
-        log.info(
-            "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
-            "MiB of them, or %g times what %d steps are expected to name where the batch is known "
-            "(cache.rows, cache.ratio or cache.bytes gives another size)",
-            _listed(plan.slots),
-            MARGIN,
-            budget.steps,
-        )
-    if statistics is None:
-        return plan.slots, None
-    if world.is_first:
-        _report(tables, state_widths, budget.itemsize, plan, statistics)
-    by_itself = WARM_START if pinned is None else 1.0
-    return plan.slots, Popularity(
-        statistics,
-        plan.hot_rows,
-        warm_start=by_itself if use.warm_start == AUTO else float(use.warm_start),
-        classes=use.policy.needs_popularity,
-        pinned_rows=pinned,
-    )
-
-
-def _report(
+def report_slots(
     tables: Sequence[TableSpec],
     widths: Sequence[int],
     itemsize: int,
     plan: SlotPlan,
     statistics: Statistics,
 ) -> None:
-    """Log each table's hot rows, the largest first."""
+    """Log each table's hot rows, the largest first; `widths`: S of each table's rows."""
     lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
     pairs = zip(plan.hot_rows, tables, widths, strict=True)
     sizes = [hot * (table.width(itemsize) + state) * itemsize for hot, table, state in pairs]
@@ -585,4 +464,4 @@ def _report(
         )
     if len(tables) > _SHOWN:
         lines.append(f"... and {len(tables) - _SHOWN} smaller ones")
-    log.info("the cache of %s slots by table:\n%s", _listed(plan.slots), "\n".join(lines))
+    log.info("the cache of %s slots by table:\n%s", listed(plan.slots), "\n".join(lines))
