@@ -189,13 +189,15 @@ class Curve:
         """Lookups of a sample, on average."""
         return self.lookups / max(self.samples, 1)
 
+    def held(self, values: np.ndarray, rows: float) -> float:
+        """The sum of `values` (float64 `[k]`: of a row of each entry) over the `rows` most frequent
+        rows."""
+        ends, sums = (np.append(0.0, np.cumsum(of)) for of in (self.rows, values * self.rows))
+        return float(np.interp(rows, ends, sums))
+
     def top(self, rows: float) -> float:
         """Share of the lookups that fall on the `rows` most frequent rows; 0 without lookups."""
-        if not self.lookups:
-            return 0.0
-        ends = np.concatenate(([0.0], np.cumsum(self.rows)))
-        sums = np.concatenate(([0.0], np.cumsum(self.counts * self.rows)))
-        return float(np.interp(rows, ends, sums)) / self.lookups
+        return self.held(self.counts, rows) / self.lookups if self.lookups else 0.0
 
     def below(self, hot: float) -> np.ndarray:
         """Rows of each entry beside the `hot` most frequent ones; float64 `[k]`."""
@@ -278,33 +280,6 @@ def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) ->
     return top_rows([c.counts for c in curves], [c.rows for c in curves], rows, shared)
 
 
-@dataclass(frozen=True)
-class StaticSet:
-    """The best fixed set of rows over several tables, by size: rows by falling count.
-
-    `rows`, `lookups`, `touched`: of all entries, running sums: rows, their lookups, and how often
-    a batch is expected to touch one of them. Float64 `[k + 1]`, from 0.
-    """
-
-    rows: np.ndarray
-    lookups: np.ndarray
-    touched: np.ndarray
-
-    @classmethod
-    def of(cls, curves: Sequence[Curve], lookups: Sequence[float]) -> StaticSet:
-        """For batches of `lookups[t]` lookups of table t."""
-        counts = np.concatenate([curve.counts for curve in curves])
-        rows = np.concatenate([curve.rows for curve in curves])
-        use = [curve.touched(n) for curve, n in zip(curves, lookups, strict=True)]
-        order = np.argsort(-counts, kind="stable")
-        sums = (rows[order], (counts * rows)[order], (np.concatenate(use) * rows)[order])
-        return cls(*(np.concatenate(([0.0], np.cumsum(values))) for values in sums))
-
-    def held(self, what: str, rows: float) -> float:
-        """Of `lookups`, or of rows `touched` by a batch, those of the `rows` most frequent rows."""
-        return float(np.interp(rows, self.rows, getattr(self, what)))
-
-
 # -----------------------------------------------------------------------------
 # The exponent of Zipf's law, k-th row ~ k^-a, that the counts of a table follow, and its error.
 
@@ -319,12 +294,11 @@ _INNER = 0.5
 @dataclass(frozen=True)
 class ZipfFit:
     """`exponent` a with its standard error, from the `rows` most frequent rows; None where they
-    are too few, and `why`."""
+    are too few, or their counts do not fall."""
 
     exponent: float | None
     error: float | None
     rows: int
-    why: str = ""
 
 
 def fit_zipf(curve: Curve) -> ZipfFit:
@@ -339,18 +313,15 @@ def fit_zipf(curve: Curve) -> ZipfFit:
     rows = int(curve.rows[curve.counts >= _SURE].sum())
     rows = min(rows, _MOST_ROWS, int(curve.distinct * _INNER))
     if curve.alike:
-        return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows, "rows differ by chance alone")
+        return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows)
     if rows < _LEAST_ROWS:
-        return ZipfFit(None, None, rows, f"fewer than {_LEAST_ROWS} rows have enough lookups")
+        return ZipfFit(None, None, rows)
     sizes = np.repeat(np.log(curve.counts), curve.rows.astype(np.int64))[:rows]
     ranks = np.log(np.arange(1, rows + 1) - 0.5)
     sizes = sizes - sizes.mean()
-    squares = float(sizes @ sizes)
-    if squares == 0:
-        return ZipfFit(None, None, rows, "all these rows have the same count")
-    slope = -float(sizes @ (ranks - ranks.mean())) / squares
-    if slope <= 0:
-        return ZipfFit(None, None, rows, "counts do not fall with the rank")
+    slope = -float(sizes @ (ranks - ranks.mean())) / max(float(sizes @ sizes), 1e-300)
+    if slope <= 0:  # all these rows have the same count
+        return ZipfFit(None, None, rows)
     return ZipfFit(1 / slope, math.sqrt(2 / rows) / slope, rows)
 
 
@@ -363,17 +334,28 @@ TOP_SHARES = (0.001, 0.01, 0.015, 0.05, 0.1)
 
 @dataclass(frozen=True)
 class TableProfile:
-    """One table's lookups.
-
-    `counts`, and their `curve`; `fit` of Zipf's law; `drift` over the parts of the stream;
-    `batch_lookups`: lookups of a global batch.
-    """
+    """One table's lookups: `counts` in so many `samples`, for global batches of `batch` samples;
+    `drift` over the parts of the stream."""
 
     counts: TableCounts
-    curve: Curve
-    fit: ZipfFit
+    samples: int
+    batch: int
     drift: Drift
-    batch_lookups: float
+
+    @cached_property
+    def curve(self) -> Curve:
+        """That of the counts."""
+        return Curve.of(self.counts, self.samples)
+
+    @cached_property
+    def fit(self) -> ZipfFit:
+        """Zipf's law."""
+        return fit_zipf(self.curve)
+
+    @property
+    def batch_lookups(self) -> float:
+        """Lookups of a global batch."""
+        return self.curve.per_sample * self.batch
 
     @property
     def unused(self) -> bool:
@@ -415,16 +397,3 @@ class TableProfile:
                 "kept_far": drift.kept_far(),
             },
         }
-
-
-def profile_of(counter: TableCounter, samples: int, batch: int) -> TableProfile:
-    """The profile of what `counter` counted in `samples` samples, for global batches of `batch`."""
-    counts = counter.result()
-    curve = Curve.of(counts, samples)
-    return TableProfile(
-        counts=counts,
-        curve=curve,
-        fit=fit_zipf(curve),
-        drift=counter.drift,
-        batch_lookups=counts.lookups / max(samples, 1) * batch,
-    )

@@ -172,7 +172,7 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
     for index, table in enumerate(statistics.tables):
         counts = table.counts if table.ids is None else table.dense()
         np.save(folder / f"counts/{index}.npy", counts)
-        described.append({name: getattr(table, name) for name in _PLAIN} | _EXACT)
+        described.append({name: getattr(table, name) for name in _PLAIN})
     values = {
         "format": FORMAT,
         "fingerprint": statistics.fingerprint,
@@ -185,8 +185,6 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
 
 
 _PLAIN = ("feature", "rows", "lookups", "distinct")
-_EXACT = {"error": 0, "sparse": False}
-"""What an earlier version said of a table that it had not counted with a sketch."""
 
 
 def read_statistics(path: str | Path, key: str = "cache.statistics") -> Statistics:
@@ -222,8 +220,6 @@ def _read_own(folder: Path, key: str) -> Statistics:
         tables = []
         for index, about in enumerate(values["tables"]):
             name = f"counts/{index}.npy"
-            if any(about[key] != value for key, value in _EXACT.items()):
-                raise ValueError(f"{name} has no exact counts")
             counts = np.load(folder / name, mmap_mode="r")
             if len(counts) != about["rows"]:
                 raise ValueError(f"{name} has {len(counts)} entries")
@@ -341,43 +337,28 @@ def share_popularity(
             "cache.warm_start": popularity.warm_start,
         },
     )
-    shared, total = [], 0
-    for layout, tables in zip(layouts, members, strict=True):
-        group, size = _share_group(world, layout, tables, popularity)
-        _check_nodes(world, group)
-        shared.append(group)
-        total += size
-    if world.is_first and total:
-        log.info("popularity of rows: %s of host memory on each node", describe_bytes(total))
+    pairs = zip(layouts, members, strict=True)
+    shared = [_share_group(world, layout, tables, popularity) for layout, tables in pairs]
+    arrays = [a for group in shared for a in (group.classes, group.hot) if a is not None]
+    if world.local_size < world.size:  # homes would not agree
+        digests = [zlib.crc32(array) for array in arrays]
+        agree_on(world, {"cache.statistics (digests of its counts on each node)": digests})
+    if world.is_first and arrays:
+        total = describe_bytes(sum(array.nbytes for array in arrays))
+        log.info("popularity of rows: %s of host memory on each node", total)
     return shared
-
-
-def _check_nodes(world: World, group: GroupPopularity) -> None:
-    """ConfigError where nodes have other classes or hot rows: homes would not agree."""
-    if world.local_size == world.size:
-        return
-    arrays = [a for a in (group.classes, group.hot) if a is not None]
-    digests = together(world, lambda: None if world.local_rank else [zlib.crc32(a) for a in arrays])
-    known = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
-    for rank, digest in known[1:]:
-        if digest != known[0][1]:
-            raise ConfigError(
-                f"cache.statistics has other counts on the node of rank {rank} than on that of "
-                f"rank {known[0][0]}, though the tables are the same: give all nodes a copy of one "
-                "folder"
-            )
 
 
 def _share_group(
     world: World, layout: RowLayout, tables: Sequence[int], popularity: Popularity
-) -> tuple[GroupPopularity, int]:
-    """The arrays of a group, filled, and their bytes."""
+) -> GroupPopularity:
+    """The arrays of a group, filled."""
     hot = sum(popularity.hot_rows[table] for table in tables) if popularity.warm_start else 0
     pinned = popularity.pinned_rows
     classed = layout.rows if popularity.classes or pinned is not None else 0
     size = 8 * hot + classed
     if size == 0:
-        return GroupPopularity(), 0
+        return GroupPopularity()
     memory = share_memory(size, world, "the popularity of the rows", _WAY_OUT)
     hottest = tensor_in(memory, 0, (hot,), torch.int64).numpy() if hot else None
     classes = tensor_in(memory, 8 * hot, (classed,), torch.uint8).numpy() if classed else None
@@ -394,7 +375,7 @@ def _share_group(
             hottest[: len(found)], hottest[len(found) :] = found, -1
 
     together(world, fill)
-    return GroupPopularity(classes, hottest), size
+    return GroupPopularity(classes, hottest)
 
 
 def hot_rows(

@@ -18,7 +18,7 @@ from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
-from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile, profile_of
+from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
@@ -149,7 +149,7 @@ def count_source(
         counter.close_part()
     samples = sum(size * number for size, number in sizes.items())
     largest = max(sizes, default=0)
-    profiles = tuple(profile_of(counter, samples, largest) for counter in counters)
+    profiles = tuple(TableProfile(c.result(), samples, largest, c.drift) for c in counters)
     if not sum(profile.counts.lookups for profile in profiles):
         raise DataError(
             f"{samples} samples in {sum(sizes.values())} steps look up no id at all: there is "
