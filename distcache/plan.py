@@ -14,7 +14,7 @@ import logging
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -37,16 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(line: Line[Options], command: Sequence[str]) -> int:
     """Predict, write and say; 1 where no layout fits."""
     request = parse_request(line)
-    new = open_folder(request.output, "output")
+    plan = make_plan(measured_here(request) if request.options.measure else request)
+    open_folder(request.output, "output")
     if (request.output / REPORT).exists():
         log.warning("output=%s holds a plan, which this one overwrites", request.output)
-    try:
-        plan = make_plan(measured_here(request) if request.options.measure else request)
-        sys.stdout.write(f"\n{write_plan(plan, command)}")
-    finally:
-        if new:
-            with suppress(OSError):  # nothing was written to it
-                request.output.rmdir()
+    sys.stdout.write(f"\n{write_plan(plan, command)}")
     sys.stdout.flush()
     log.info("the report is in %s", request.output)
     return 0 if plan.here.best is not None else 1
@@ -87,8 +82,8 @@ def traffic_table(point: Point) -> Table:
             ("rows, all", lambda _: f"{point.demand.world_rows:,.0f}"),
             ("hit rate", lambda p: "-" if p.hits is None else f"{p.hits.rate:.4f}"),
             ("sent KiB", lambda p: _kib(p.collective_bytes)),
-            ("inside", lambda p: _kib(p.inside)),
-            ("between", lambda p: _kib(p.between)),
+            ("inside", lambda p: _kib(p.traffic.by_link(point.cluster)[0])),
+            ("between", lambda p: _kib(p.traffic.by_link(point.cluster)[1])),
             ("dense", lambda p: _kib(p.traffic.dense_bytes)),
             ("host in", lambda p: _kib(p.traffic.host_in)),
             ("host out", lambda p: _kib(p.traffic.host_out)),
@@ -162,8 +157,7 @@ def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
     if not found:
         return f"No crossover: {winners[0]} wins wherever something fits."
     lines = [
-        f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks "
-        f"(at about {c})"
+        f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks"
         for c in found
     ]
     return "Crossovers: " + "; ".join(lines) + "."
@@ -171,32 +165,15 @@ def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
 
 def cluster_table(cluster: Cluster) -> Table:
     """The cluster that was described or measured."""
-    rows = [("ranks, nodes", f"{cluster.ranks:,}, {cluster.nodes:,}")]
-    links = (("inside", cluster.inside), ("between", cluster.between), ("host", cluster.host))
-    for key, link in links:
-        if link is not None:
-            text = f"{link.bandwidth / 1e9:,.2f} GB/s, {1e6 * link.latency:,.1f} us per message"
-            rows.append((key, f"{text} ({link.name})"))
-    compute = cluster.compute
-    rows += [
-        ("to start a collective", f"{1e6 * cluster.collective_s:,.1f} us"),
-        ("a lookup, forward and backward", f"{1e9 * compute.lookup_s:,.2f} ns"),
-        ("a row updated", f"{1e9 * compute.update_s:,.2f} ns"),
-        ("a row copied", f"{1e9 * compute.copy_s:,.2f} ns"),
-        ("a sample in the dense part", f"{1e9 * compute.sample_s:,.1f} ns"),
-        ("movement that may hide does", f"{100 * cluster.overlap:.0f} %"),
-        (
-            "device memory",
-            "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
-        ),
-    ]
-    rows += [
-        (name, f"{v:.3g}" if name.endswith("_s") else str(v))
-        for name, v in vars(cluster.threads).items()
+    rows = [
+        (f"{part} {name}".rstrip(), f"{value:,.4g}" if isinstance(value, float) else str(value))
+        for part, own in asdict(cluster).items()
+        for name, value in (own if isinstance(own, dict) else {"": own}).items()
     ]
     note = (
-        "Links of one rank, in one direction; presets are raw figures: software reaches less. "
-        "Then what the threads of a rank's host take: `distcache.cost.cluster.HostTimes`, seconds."
+        "As `cluster.json` has it (`distcache.cost.cluster.Cluster`): seconds, bytes, bytes per "
+        "second. Links are of one rank, in one direction; presets are raw figures: software "
+        "reaches less. `threads` is what those of a rank's host take."
     )
     return Table("The cluster", note, ("what", "value"), rows)
 
@@ -294,11 +271,12 @@ def records(plan: Plan) -> list[dict[str, Any]]:
         for point in points
         for prediction in point.predictions
     ]
-    return found + [{"kind": "crossover", **vars(crossing)} for crossing in plan.crossovers]
+    return found + [{"kind": "crossover", **own._asdict()} for own in plan.crossovers]
 
 
 def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
     hits, traffic = prediction.hits, prediction.traffic
+    inside, between = traffic.by_link(point.cluster)
     return {
         "placement": prediction.placement,
         "world_size": point.world_size,
@@ -312,8 +290,8 @@ def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
         "rows_fetched": None if hits is None else hits.fetched,
         "rows_written_back": None if hits is None else hits.written_back,
         "collective_bytes": prediction.collective_bytes,
-        "inside_bytes": prediction.inside,
-        "between_bytes": prediction.between,
+        "inside_bytes": inside,
+        "between_bytes": between,
         "inter_node_bytes": traffic.inter_node_bytes(point.cluster),
         "dense_collective_bytes": traffic.dense_bytes,
         "host_to_device_bytes": traffic.host_in,

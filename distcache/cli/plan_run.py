@@ -46,16 +46,14 @@ from distcache.cost.predict import (
     Settings,
     compare,
     crossovers,
-    powers_of_two,
-    ranks_per_node,
 )
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.errors import DistcacheError
-from distcache.layout import stored_dtype
+from distcache.layout import TableSpec, stored_dtype
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
-from distcache.popularity.slots import cache_slots
+from distcache.popularity.slots import cache_slots, given_rows
 from distcache.popularity.statistics import read_statistics
 from distcache.store.rows import ACCESS, ZERO_COPY
 from distcache.trainer.plan_cache import measure
@@ -223,6 +221,8 @@ def parse_request(line: Line[Options]) -> Request:
             "one out",
         )
     measured = options.measure and "device_memory" not in given and "device" not in given
+    stored, update = stored_dtype(options.data_type), row_update(options.optim.name, 0.0)
+    sources = tuple(replace(source, stored=stored) for source in _sources(options, given))
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
         memory = byte_count("device_memory", options.device_memory, kilo=1000)
@@ -232,12 +232,14 @@ def parse_request(line: Line[Options]) -> Request:
             "such as 80g",
         )
     if (rows := options.replicated_rows) is not None:
-        known = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
+        known = isinstance(rows, dict) and all(type(k) is int and k >= 0 for k in rows.values())
         how = "give the rows of each table, '{t_cat_0: 1000}'"
         refuse_if(not known, f"replicated_rows={rows}: {how}")
-        rows = {str(name): count for name, count in rows.items()}
-    stored, update = stored_dtype(options.data_type), row_update(options.optim.name, 0.0)
-    sources = tuple(replace(source, stored=stored) for source in _sources(options, given))
+        specs = [
+            TableSpec(source.name, source.rows, source.dim, (source.name,)) for source in sources
+        ]
+        counts = given_rows(rows, specs, "replicated_rows")
+        rows = {table.name: count for table, count in zip(specs, counts, strict=True)}
     links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
     output = output_folder(options.output, "runs/plan-")
     return Request(options, sources, update, *links, memory, rows, output)
@@ -376,13 +378,14 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """Predict everything. Raises ConfigError for K beyond a table, or a world that is none."""
+    """Predict everything. Raises ConfigError for a world that is none."""
     options, objective = request.options, request.options.objective
     asked = request.on(options.world_size, options.nodes)
     here = compare(*asked, objective, request.replicated_rows)
-    worlds, local = powers_of_two(options.most_ranks), options.world_size // options.nodes
-    shapes = [(world, world // ranks_per_node(world, local)) for world in worlds]
-    points = [compare(*request.on(*shape), objective) for shape in shapes]
+    worlds = [1 << power for power in range(options.most_ranks.bit_length())]
+    local = options.world_size // options.nodes  # or the power of two below it, on each node
+    nodes = [max(1, world >> local.bit_length() - 1) for world in worlds]
+    points = [compare(*request.on(*of), objective) for of in zip(worlds, nodes, strict=True)]
     most, warnings = max(worlds[-1], options.world_size), []
     known = [source for source in request.sources if source.counted is not None]
     if short := sum(s.lookups * options.batch * most > (s.counted or 0) for s in known):
@@ -391,7 +394,7 @@ def make_plan(request: Request) -> Plan:
             f"{short} of {len(request.sources)} tables: their distinct rows of all ranks are "
             "a lower bound there; count more samples"
         )
-    return Plan(request, here, points, crossovers(points, objective), warnings)
+    return Plan(request, here, points, crossovers(points), warnings)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from distcache.data.synthetic import ZipfTables
-from distcache.errors import ConfigError
 from distcache.popularity.curve import Curve, room_for
 from distcache.popularity.statistics import Statistics
 
@@ -70,17 +69,6 @@ def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSo
 # a node.
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """Rows as a cache meets them again: `count` rows that a step touches with probability `world`,
-    among the rows [start, end). Float64 `[m]`."""
-
-    count: np.ndarray
-    world: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-
-
 def _expected(*chances: str) -> property:
     """Rows of a table for which all of these probabilities come true."""
 
@@ -98,7 +86,8 @@ class TableDemand:
     `start`, `end` float64 `[k]`: the rows [start, end) of the table, in the order in which prefixes
     are taken, among which they lie. `lookups`: of one rank and step.
     `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
-    q on one node, and where each rank is one. `reuse`: None: the same rows (see `with_mixture`).
+    q on one node, and where each rank is one. `reuse`: the rows as a cache meets them again, whose
+    `world` alone is of interest, None: the same rows (see `with_mixture`).
     """
 
     name: str
@@ -110,22 +99,16 @@ class TableDemand:
     start: np.ndarray
     end: np.ndarray
     lookups: float
-    reuse: Reuse | None = None
+    reuse: TableDemand | None = None
 
     def split(self, prefix: float) -> tuple[TableDemand, TableDemand]:
-        """The table's replicated prefix of so many rows, and the rest, as two tables.
-
-        Raises ConfigError for a prefix beyond the table.
-        """
-        if not 0 <= prefix <= self.rows:
-            raise ConfigError(
-                f"replicated_rows: {self.name}={prefix:g}, but the table has {self.rows} "
-                f"rows: give 0 to {self.rows}"
-            )
+        """The table's replicated prefix of so many rows, and the rest, as two tables."""
         return self._part(prefix, True), self._part(prefix, False)
 
     def _part(self, prefix: float, first: bool) -> TableDemand:
-        share = _share(self, prefix, first)
+        width = np.maximum(self.end - self.start, 1e-300)
+        share = np.clip((prefix - self.start) / width, 0.0, 1.0)
+        share = share if first else 1.0 - share
         kept = share > 0
         of_rows = ("rank", "world", "node", "start", "end")
         parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in of_rows}
@@ -134,8 +117,7 @@ class TableDemand:
             part = float(parts["rank"] @ parts["count"])
             parts["lookups"] = self.lookups * part / self.rank_rows
         if self.reuse is not None:
-            again = self.reuse.count * _share(self.reuse, prefix, first)
-            parts["reuse"] = replace(self.reuse, count=again)
+            parts["reuse"] = self.reuse._part(prefix, first)
         return replace(self, rows=round(prefix if first else self.rows - prefix), **parts)
 
     @property
@@ -155,13 +137,6 @@ class TableDemand:
     independent."""
     late_node_rows = _expected("node", "world")
     """The same of a node's distinct rows."""
-
-
-def _share(buckets: TableDemand | Reuse, prefix: float, first: bool) -> np.ndarray:
-    """The share of each bucket's rows in the `first` so many rows of the table, or after them."""
-    width = np.maximum(buckets.end - buckets.start, 1e-300)
-    inside = np.clip((prefix - buckets.start) / width, 0.0, 1.0)
-    return inside if first else 1.0 - inside
 
 
 def _sum_of(parts: str, name: str) -> property:
@@ -190,7 +165,7 @@ class GroupDemand:
     lookups = _sum_of("tables", "lookups")
 
     def split(self, prefixes: Sequence[float]) -> tuple[GroupDemand, GroupDemand]:
-        """The replicated prefixes of all tables, and the rest."""
+        """The replicated prefixes of all tables, of so many rows each, and the rest."""
         pairs = [t.split(k) for t, k in zip(self.tables, prefixes, strict=True)]
         parts = (tuple(pair[side] for pair in pairs) for side in (0, 1))
         hot, cold = (replace(self, tables=tables) for tables in parts)
@@ -238,20 +213,6 @@ class Demand:
     rank_rows = _sum_of("groups", "rank_rows")
     world_rows = _sum_of("groups", "world_rows")
 
-    def prefixes(self, rows: dict[str, int]) -> list[list[float]]:
-        """A replicated prefix for each table of each group, from {table: rows}; others 0.
-
-        Raises ConfigError for a name that is no table.
-        """
-        known = {table.name for table in self.tables}
-        for name, count in rows.items():  # how many a table has, its `split` says
-            if name not in known:
-                names = ", ".join([table.name for table in self.tables][:20])
-                raise ConfigError(
-                    f"replicated_rows: {name}={count} names no table: choose from {names}"
-                )
-        return [[float(rows.get(t.name, 0)) for t in group.tables] for group in self.groups]
-
 
 # -----------------------------------------------------------------------------
 # How popular the rows behind small counts are: those seen a few times, and those not seen yet.
@@ -271,7 +232,7 @@ _LEAST = 1e-3
 is left out."""
 
 
-def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> Reuse | None:
+def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> TableDemand | None:
     """A table's rows as a cache will meet them, over S = `counted` steps as many as were counted.
 
     `uses` float64 `[k]`: how often the rows of each bucket were looked up, whole numbers. Rows
@@ -301,12 +262,14 @@ def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> Reuse 
     shares /= shares.sum(axis=1, keepdims=True)
     bucket, rate = np.nonzero(shares * rows[:, None])
     count, found = rows[bucket] * shares[bucket, rate], chance[rate]
-    return Reuse(
-        np.concatenate((table.count[kept], count)),
-        np.concatenate((table.world[kept], found * (touched / float(count @ found)))),
-        np.concatenate((table.start[kept], start[bucket])),
-        np.concatenate((table.end[kept], end[bucket])),
-    )
+    parts = {
+        "count": (table.count[kept], count),
+        "world": (table.world[kept], found * (touched / float(count @ found))),
+        "start": (table.start[kept], start[bucket]),
+        "end": (table.end[kept], end[bucket]),
+    }
+    again: dict[str, Any] = {name: np.concatenate(pair) for name, pair in parts.items()}
+    return replace(table, rank=again["world"], node=again["world"], **again)
 
 
 def _poisson(rates: np.ndarray) -> np.ndarray:

@@ -235,15 +235,13 @@ class Settings:
 class Prediction:
     """What a step costs, per rank and step.
 
-    `inside`, `between`: of `traffic.collective_bytes`; `device_bytes`: of slots or shards, and
-    buffers; `refused`: why it cannot run, None if it can; `hits`: over all groups, None for hybrid
-    layouts, which fetch nothing; `replicated_rows`: {table: K} of `mixed`.
+    `device_bytes`: of slots or shards, and buffers; `refused`: why it cannot run, None if it can;
+    `hits`: over all groups, None for hybrid layouts, which fetch nothing; `replicated_rows`:
+    {table: K} of `mixed`.
     """
 
     placement: str
     traffic: Traffic
-    inside: float
-    between: float
     time: StepTime
     device_bytes: float
     refused: str | None = None
@@ -272,8 +270,7 @@ def predict(
     `RESIDENT`.
 
     `replicated_rows`: {table: K} of `mixed`, others 0. Raises ConfigError for a placement that is
-    none, K beyond a table, or a demand of another number of ranks, or of ranks of a node, than the
-    cluster has.
+    none, or a demand of another number of ranks, or of ranks of a node, than the cluster has.
     """
     local = demand.local_ranks if cluster.nodes > 1 else cluster.local_ranks
     if (demand.world_size, local) != (cluster.ranks, cluster.local_ranks):
@@ -287,9 +284,12 @@ def predict(
         settings = replace(settings, slots=tuple(group.rows for group in demand.groups))
     elif placement not in CACHED:
         raise ConfigError(f"placement {placement} is unknown: choose {', '.join(CACHED + HYBRID)}")
-    prefixes = demand.prefixes(dict(replicated_rows or {}) if placement == MIXED else {})
+    rows: Mapping[str, int] = {}
     if placement in (REPLICATED, RESIDENT):
-        prefixes = [[float(table.rows) for table in group.tables] for group in demand.groups]
+        rows = {table.name: table.rows for table in demand.tables}
+    elif placement == MIXED and replicated_rows:
+        rows = replicated_rows
+    prefixes = [[rows.get(table.name, 0) for table in g.tables] for g in demand.groups]
     return _cached(placement, demand, cluster, settings, prefixes)
 
 
@@ -298,7 +298,7 @@ def _cached(
     demand: Demand,
     cluster: Cluster,
     settings: Settings,
-    prefixes: Sequence[Sequence[float]],
+    prefixes: Sequence[Sequence[int]],
 ) -> Prediction:
     world, item, state = demand.world_size, settings.itemsize, settings.state
     parts: list[Part] = []
@@ -334,8 +334,7 @@ def _cached(
     for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
         replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
     refused = _too_small(parts, world) or _too_large(memory, cluster)
-    links = traffic.by_link(cluster)
-    return Prediction(placement, traffic, *links, time, memory, refused, hits, replicated)
+    return Prediction(placement, traffic, time, memory, refused, hits, replicated)
 
 
 def _row_seconds(parts: Sequence[Part], state: str, world: int, compute: Compute) -> float:
@@ -376,8 +375,7 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
         refused = f"width {odd[0]} is no multiple of {_KERNEL_WIDTH}, which FBGEMM's kernels need"
     elif refused is not None:
         refused += f" (the fullest rank holds {largest:,.0f} rows)"
-    links = traffic.by_link(cluster)
-    return Prediction(layout, traffic, *links, time, memory, refused)
+    return Prediction(layout, traffic, time, memory, refused)
 
 
 def _too_large(memory: float, cluster: Cluster) -> str | None:
@@ -520,16 +518,9 @@ def candidate_prefixes(demand: Demand, settings: Settings) -> list[dict[str, int
 
 def prefix_above(table: TableDemand, threshold: float) -> int:
     """The longest prefix of a table in which a rank touches rows with at least probability
-    `threshold`, on average over those that lie together."""
-    if not len(table.start):
-        return 0
-    starts, where = np.unique(table.start, return_inverse=True)
-    ends = np.zeros(len(starts))
-    np.maximum.at(ends, where, table.end)
-    touched = np.bincount(where, weights=table.rank * table.count, minlength=len(starts))
-    below = np.flatnonzero(touched / np.maximum(ends - starts, 1e-300) < threshold)
-    stop = int(below[0]) if len(below) else len(starts)
-    return round(float(ends[stop - 1])) if stop else 0
+    `threshold`."""
+    likely = np.append(table.rank >= threshold, False)
+    return round(float(np.append(0.0, table.end)[int(likely.argmin())]))
 
 
 @dataclass(frozen=True)
@@ -552,21 +543,6 @@ class Point:
         return next((p for p in self.predictions if p.placement == placement), None)
 
 
-@dataclass(frozen=True)
-class Crossover:
-    """Between `before` and `after` ranks the cheapest layout changes from `old` to `new`; by
-    power laws between the two, at about `at` ranks."""
-
-    before: int
-    after: int
-    at: float
-    old: str
-    new: str
-
-    def __str__(self) -> str:
-        return f"{self.at:,.{0 if self.at >= 10 else 1}f}"
-
-
 def compare(
     demand: Demand,
     cluster: Cluster,
@@ -581,34 +557,19 @@ def compare(
     return Point(cluster, demand, tuple(found), winner(found, objective))
 
 
-def crossovers(points: Sequence[Point], objective: str) -> list[Crossover]:
+class Crossover(NamedTuple):
+    """Between `before` and `after` ranks the cheapest layout changes from `old` to `new`."""
+
+    before: int
+    after: int
+    old: str
+    new: str
+
+
+def crossovers(points: Sequence[Point]) -> list[Crossover]:
     """Where the winner changes from one point to the next."""
-    found = []
-    for first, second in itertools.pairwise(points):
-        if first.best is None or second.best is None:
-            continue
-        old, new = first.best.placement, second.best.placement
-        if old == new:
-            continue
-        there, here = first.of(new), second.of(old)
-        part, pair = 0.5, (there, first.best, here, second.best)
-        costs = [p.cost[objective] for p in pair if p is not None]
-        if len(costs) == 4 and min(costs) > 0:
-            # How much dearer the new one is at the first point, and how much cheaper at the second.
-            before, after = math.log(costs[0] / costs[1]), math.log(costs[2] / costs[3])
-            if min(before, after) >= 0 < before + after:
-                part = before / (before + after)
-        growth = second.world_size / first.world_size
-        at = first.world_size * growth**part
-        found.append(Crossover(first.world_size, second.world_size, at, old, new))
-    return found
-
-
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
-
-
-def ranks_per_node(world_size: int, most: int) -> int:
-    """As many ranks of a node as it has at `most`, such that nodes have equally many."""
-    return max(d for d in range(1, min(world_size, most) + 1) if world_size % d == 0)
+    return [
+        Crossover(one.world_size, other.world_size, one.best.placement, other.best.placement)
+        for one, other in itertools.pairwise(points)
+        if one.best and other.best and one.best.placement != other.best.placement
+    ]
