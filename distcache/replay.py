@@ -16,6 +16,7 @@ from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomeDecision, HomePlanner, Parts
 from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy, grouped
+from distcache.popularity.slots import StepCurves
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
@@ -455,55 +456,27 @@ def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
 def popularity_of(traces: Sequence[Trace]) -> Popularity:
     """The `popularity` for `replay`: classes of every row, uint8 `[V]`, by case and group.
 
-    Counts are of the training steps. For `static` the hottest rows are pinned, as many as
-    `pinned_rows` says.
+    Counts are of the training steps. For `static` the hottest rows are pinned, as many as training
+    pins with these counts.
     """
-    counted = []
+    known = []
     for trace in traces:
         rows, counts = trace.row_counts()
         total, distinct = int(counts.sum()), int(np.count_nonzero(counts))
-        counted.append(TableCounts("trace", trace.rows, total, distinct, counts, rows))
+        table = TableCounts("trace", trace.rows, total, distinct, counts, rows)
+        known.append(Statistics((table,), "ids", int(trace.training.sum())))
 
     @cache
-    def plain(group: int) -> np.ndarray:
-        return row_classes(Statistics((counted[group],), "ids", 0), [0])
+    def of(group: int, pinned: int) -> np.ndarray:
+        return row_classes(known[group], [0], [pinned])
 
     def classes(case: Case, group: int) -> np.ndarray | None:
         if case.policy is None or not case.policy.needs_popularity:
             return None
-        if case.policy.ranking != "static":
-            return plain(group)
-        table, pinned = counted[group], plain(group).copy()
-        pinned[table.hottest(pinned_rows(traces[group], table.order, case, group))] = PINNED
-        return pinned
+        pinned = 0
+        if case.policy.ranking == "static":
+            step, ahead = StepCurves.of(known[group], [0], 1), case.prefetch + 1
+            (pinned,) = step.pinned(case.slots[group], ahead, case.world_size)
+        return of(group, pinned)
 
     return classes
-
-
-def pinned_rows(trace: Trace, hottest: np.ndarray, case: Case, group: int = 0) -> int:
-    """How many of the rows `hottest` (int64, the hottest first) a static policy may pin.
-
-    As many as leave room for the other rows of any P + 1 steps in a row, at every home, so that a
-    step's rows never press a pinned one out and holds stay whole; found by bisection.
-    """
-    homes, order, ranks = trace.of_world(case.world_size), np.argsort(hottest), []
-    for home in homes:
-        place = np.searchsorted(hottest, home.names, sorter=order)
-        place = order[np.minimum(place, max(len(hottest) - 1, 0))]
-        ranks.append(np.where(hottest[place] == home.names, place, len(hottest)))
-    slots, steps = case.home_slots[group], case.prefetch + 1
-
-    def fits(count: int) -> bool:
-        for home, rank in zip(homes, ranks, strict=True):
-            cold = np.concatenate(([0], np.cumsum(rank[home.numbers] >= count)))
-            ends = home.starts[np.minimum(np.arange(home.steps) + steps, home.steps)]
-            most = int((cold[ends] - cold[home.starts[:-1]]).max(initial=0))
-            if int((rank < count).sum()) + most > slots:
-                return False
-        return True
-
-    low, high = 0, min(len(hottest), slots * case.world_size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -35,7 +35,7 @@ from distcache.popularity.statistics import (
     share_popularity,
     write_statistics,
 )
-from distcache.replay import Case, pinned_rows, popularity_of, replay
+from distcache.replay import Case, popularity_of, replay
 from distcache.store import memory as available
 from distcache.trace import Trace
 
@@ -369,37 +369,16 @@ def test_classes_are_counts_and_pins_the_hottest(trace: Trace) -> None:
     assert dense[hot].min() >= dense[~hot].max()
 
 
-def room_needed(trace: Trace, hot: set[int], home: int, steps: int) -> int:
-    """Pinned rows of a home, and the most others that any so many steps in a row need."""
-    (world,) = trace.homes
-    recorded = trace.homes[world][home]
-    cold = []
-    for step in range(recorded.steps):
-        span = slice(recorded.starts[step], recorded.starts[step + 1])
-        named = recorded.names[recorded.numbers[span]].tolist()
-        cold.append(sum(row not in hot for row in named))
-    most = max(sum(cold[step : step + steps]) for step in range(recorded.steps))
-    return sum(row in hot for row in recorded.names.tolist()) + most
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_pins_leave_room_for_the_other_rows(trace: Trace, prefetch: int) -> None:
-    case = case_of("static", trace, 160, prefetch)
-    rows, counts = trace.row_counts()
-    hottest = rows[np.argsort(-counts, kind="stable")]
-    count = pinned_rows(trace, hottest, case)
-    slots = case.home_slots[0]
-
-    def most(hot: int) -> int:
-        named = set(hottest[:hot].tolist())
-        return max(room_needed(trace, named, home, prefetch + 1) for home in range(case.world_size))
-
-    assert count == 0 or most(count) <= slots
-    assert count == len(hottest) or most(count + 1) > slots
-    (outcome,) = replay(trace, [case], popularity_of([trace]))
-    assert outcome.refused is None
-    assert count == 0 or outcome.tight_steps == 0
-    largest = max(home.distinct.max() for homes in trace.homes.values() for home in homes)
-    too_small = case_of("static", trace, int(largest) * case.world_size)
-    assert pinned_rows(trace, rows, too_small) == 0
-    assert pinned_rows(trace, rows, case_of("static", trace, 2000)) == len(rows)
+    popularity, pinned = popularity_of([trace]), []
+    for slots in (160, 300, 2000):
+        case = case_of("static", trace, slots, prefetch)
+        (outcome,) = replay(trace, [case], popularity)
+        assert outcome.refused is None and outcome.tight_steps == 0
+        pinned.append(int((popularity(case, 0) == PINNED).sum()))
+    assert pinned == sorted(pinned) and pinned[-1] == len(trace.row_counts()[0])
+    (world,) = trace.homes
+    largest = max(home.distinct.max() for home in trace.homes[world])
+    too_small = case_of("static", trace, int(largest) * world)
+    assert not (popularity(too_small, 0) == PINNED).any()
