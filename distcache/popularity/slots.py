@@ -439,10 +439,6 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
     return replace(statistics, tables=tuple(counts))
 
 
-_SHOWN = 40
-"""Tables that the log lists."""
-
-
 def report_slots(
     tables: Sequence[TableSpec],
     widths: Sequence[int],
@@ -454,14 +450,11 @@ def report_slots(
     lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
     pairs = zip(plan.hot_rows, tables, widths, strict=True)
     sizes = [hot * (table.width(itemsize) + state) * itemsize for hot, table, state in pairs]
-    largest = sorted(range(len(tables)), key=lambda place: -sizes[place])
-    for place in largest[:_SHOWN]:
+    for place in sorted(range(len(tables)), key=lambda place: -sizes[place]):
         table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]
         named = counted.lookups_of_hottest(hot) / max(counted.lookups, 1)
         lines.append(
             f"{table.name:<24} {table.rows:>13,} {hot:>11,} {hot / table.rows:>7.2%} "
             f"{named:>8.1%}  {describe_bytes(sizes[place])}"
         )
-    if len(tables) > _SHOWN:
-        lines.append(f"... and {len(tables) - _SHOWN} smaller ones")
     log.info("the cache of %s slots by table:\n%s", listed(plan.slots), "\n".join(lines))
