@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,22 +125,20 @@ def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
     distinct = int(sum(curve.distinct for curve in curves))
     if distinct <= room:
         return hottest(curves, distinct)
+    grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
     for steps in COLD_STEPS:
 
-        def fits(rows: int, steps: int = steps) -> bool:
+        def full(rows: int, steps: int = steps) -> bool:
             cold = expected_cold(curves, hottest(curves, rows), batch)
-            return rows + steps * cold <= room
+            return rows + steps * cold > room
 
         # More hot rows leave fewer cold ones: few may not fit where more do. So the most are found
         # on a grid, from above, and then between two of its points.
-        grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
-        low = next((rows for rows in grid if fits(rows)), 0)
-        high = min((rows for rows in grid if rows > low), default=low)
-        while low and high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        if low:
-            return hottest(curves, low)
+        above = min(room, distinct) + 1
+        for low in grid:
+            if not full(low):
+                return hottest(curves, low + bisect_left(range(low + 1, above), True, key=full))
+            above = low
     return [0] * len(curves)
 
 

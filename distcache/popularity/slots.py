@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -88,16 +89,13 @@ class StepCurves:
         As many as leave room, at the fullest home, for the other rows that `steps` steps are
         expected to need.
         """
-        low, high = 0, slots
-        while low < high:
-            middle = (low + high + 1) // 2
-            others = steps * self.misses(self.likeliest(middle))
-            spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
-            if room_for(middle + others, spread * world_size) <= slots:
-                low = middle
-            else:
-                high = middle - 1
-        return self.likeliest(low)
+
+        def full(rows: int) -> bool:
+            others = steps * self.misses(self.likeliest(rows))
+            spread = others + (rows if world_size > 1 else 0)  # which home has them is chance
+            return room_for(rows + others, spread * world_size) > slots
+
+        return self.likeliest(bisect_left(range(1, slots + 1), True, key=full))
 
 
 # -----------------------------------------------------------------------------
