@@ -23,6 +23,7 @@ from distcache.ops.reference import put_rows, take_rows
 from distcache.planner.home import ResidentPlanner
 from distcache.planner.threads import Threads
 from distcache.planner.victims import DEFAULT
+from distcache.trainer.plan_cache import timed
 
 AHEAD = (16, 1)
 """L and P of the planners that are timed."""
@@ -37,7 +38,7 @@ are distinct."""
 _ROOMS = (0, 2, 6)
 """Steps whose rows slots are for; 0: every row has a slot of its own, and none moves."""
 
-_TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
+_TABLE_BYTES, _ROWS, _CALLS = 256 << 20, 20_000, 200
 
 _PARCEL, _PIECES = 4 << 20, 16
 """Bytes of a step's index tensors, and how many these are."""
@@ -88,9 +89,9 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         fetched_s=fetched,
         serial=serial[len(_ROOMS) - 1],
         planner_threads=planner_threads("auto", world),
-        launch_s=_least(launch) / _CALLS,
-        byte_s=_least(lambda: packed(tensors, pinned=False)) / _PARCEL,
-        row_s=_row_seconds(dim),
+        launch_s=timed(world, launch) / _CALLS,
+        byte_s=timed(world, lambda: packed(tensors, pinned=False)) / _PARCEL,
+        row_s=_row_seconds(world, dim),
         name="measured",
     )
 
@@ -170,20 +171,10 @@ def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[flo
     return found.tolist()
 
 
-def _least(call: Callable[[], object]) -> float:
-    """Least seconds of a call, without what other load adds."""
-    taken = []
-    for _ in range(_REPEAT):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
-def _row_seconds(dim: int) -> float:
+def _row_seconds(world: World, dim: int) -> float:
     """To gather or to scatter a row of host memory, the mean of both."""
     table = np.ones((max(1, _TABLE_BYTES // (4 * dim)), dim), dtype=np.float32)
     rows = np.random.default_rng(0).choice(len(table), min(_ROWS, len(table)), replace=False)
     some = np.empty((len(rows), dim), dtype=np.float32)
-    gathered = _least(lambda: take_rows(table, rows, some))
-    return (gathered + _least(lambda: put_rows(table, rows, some))) / (2 * len(rows))
+    gathered = timed(world, lambda: take_rows(table, rows, some))
+    return (gathered + timed(world, lambda: put_rows(table, rows, some))) / (2 * len(rows))

@@ -68,10 +68,6 @@ class Compute:
     copy_s: float = 0.0
     sample_s: float = 0.0
 
-    def rows_s(self, lookups: float, updates: float, copies: float) -> float:
-        """Seconds of so many ids looked up, rows updated and rows copied."""
-        return self.lookup_s * lookups + (self.update_s * updates + self.copy_s * copies)
-
 
 @dataclass(frozen=True)
 class HostTimes:
@@ -103,19 +99,6 @@ class HostTimes:
     serial: float = 1.0
     planner_threads: int = 1
     name: str = "given"
-
-    def planner(self, counts: Mapping[str, float], world: int) -> float:
-        """Seconds until a step of W = `world` ranks is planned (Amdahl 1967); `counts`: how often
-        each of these times is taken, by its name."""
-        work = sum(getattr(self, name) * count for name, count in counts.items())
-        share = self.serial + (1.0 - self.serial) / self.planner_threads
-        return self.planning_s + share * work + self.exchange_s * math.log2(world)
-
-    def mover(self, launches: float, nbytes: float, rows: float) -> float:
-        """Seconds of a step's movement: copies and kernels issued, bytes of index tensors, rows
-        that come or leave."""
-        own = self.moving_s + self.byte_s * nbytes + self.moved_s * rows
-        return own + self.launch_s * launches + self.row_s * rows
 
 
 HOST = HostTimes(

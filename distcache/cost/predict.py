@@ -189,14 +189,17 @@ def host_seconds(
     ids = sum(group.lookups for group in demand.groups)
     placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
-    counts = {"id_s": ids, "named_s": demand.rank_rows, "placed_s": placed}
-    counts |= {"decided_s": decided, "fetched_s": hits.fetched / world}
+    planner = threads.id_s * ids + threads.named_s * demand.rank_rows + threads.placed_s * placed
+    planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
+    planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
+    planner += threads.planning_s + threads.exchange_s * math.log2(world)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     moved = (hits.fetched + hits.written_back) / world
+    mover = threads.moving_s + threads.byte_s * nbytes + (threads.moved_s + threads.row_s) * moved
+    mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    mover = threads.mover(MOVES + GROUP_MOVES * groups, nbytes, moved)
-    return HostSeconds(launches, threads.planner(counts, world), mover), nbytes
+    return HostSeconds(launches, planner, mover), nbytes
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:
@@ -352,7 +355,7 @@ def _row_seconds(parts: Sequence[Part], state: str, world: int, compute: Compute
         else:
             updates += every / world
             copies += (4 if world > 1 else 1) * near
-    return compute.rows_s(lookups, updates, copies)
+    return compute.lookup_s * lookups + (compute.update_s * updates + compute.copy_s * copies)
 
 
 def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -> Prediction:
@@ -362,12 +365,10 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     dense = dense_exchange(settings.dense_parameters, world, item)
     traffic = Traffic((*exchanges, dense))
     lookups = sum(group.lookups for group in demand.groups)
-    updates = demand.world_rows / world
-    sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, 0.0)
-    compute = cluster.compute.sample_s * demand.batch, sparse
-    launches = cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES)
-    threads = HostSeconds(launches)
-    time = step_time(traffic, cluster, compute, threads, ddp=True)
+    updates, each = demand.world_rows / world, cluster.compute
+    sparse = busiest * (each.lookup_s * lookups + each.update_s * updates)
+    threads = HostSeconds(cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES))
+    time = step_time(traffic, cluster, (each.sample_s * demand.batch, sparse), threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
@@ -419,11 +420,9 @@ _CLEARLY = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """The placement to use. `replicated_rows`: {table: K} of `mixed`, else empty; `predictions`: of
-    all placements that were compared, the chosen one first; `why`: in a sentence."""
+    """The placement to use: `predictions` of all that were compared, the chosen one first; `why`:
+    in a sentence."""
 
-    placement: str
-    replicated_rows: dict[str, int]
     predictions: tuple[Prediction, ...]
     why: str
 
@@ -439,8 +438,8 @@ def choose_placement(
     one per cent. Pure and deterministic: ranks that call it with equal arguments choose alike.
     Raises ConfigError where no placement fits, with the reason of each.
     """
-    found = _cached_placements(demand, cluster, settings, objective)
-    best = winner(found, objective)
+    found = compare(demand, cluster, settings, objective, hybrid=False)
+    best, found = found.best, found.predictions
     if best is None:
         reasons = "; ".join(f"{p.placement}: {p.refused}" for p in found)
         raise ConfigError(f"cache.placement=auto: no placement fits: {reasons}")
@@ -453,22 +452,7 @@ def choose_placement(
             digits = max(0, min(9, 2 - math.floor(math.log10(cost))))
         texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
     why = f"predicted {unit}: {', '.join(texts)}"
-    return Choice(best.placement, best.replicated_rows, tuple(order), why)
-
-
-def _cached_placements(
-    demand: Demand,
-    cluster: Cluster,
-    settings: Settings,
-    objective: str,
-    replicated_rows: Mapping[str, int] | None = None,
-) -> list[Prediction]:
-    """Sharded, replicated and mixed, with `replicated_rows` or at its best K where it has one."""
-    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    if replicated_rows is not None:
-        return [*found, predict(MIXED, demand, cluster, settings, replicated_rows)]
-    mixed = best_mixed(demand, cluster, settings, objective)
-    return found if mixed is None else [*found, mixed]
+    return Choice(tuple(order), why)
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:
@@ -549,11 +533,16 @@ def compare(
     settings: Settings,
     objective: str,
     replicated_rows: Mapping[str, int] | None = None,
+    hybrid: bool = True,
 ) -> Point:
-    """Every placement of cached rows (mixed with `replicated_rows`, None: at its best K) and every
-    hybrid layout."""
-    found = _cached_placements(demand, cluster, settings, objective, replicated_rows)
-    found += [predict(name, demand, cluster, settings) for name in HYBRID]
+    """Every placement of cached rows, mixed with `replicated_rows` (None: at its best K, where it
+    has one), and every hybrid layout, where these are asked for."""
+    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
+    if replicated_rows is not None:
+        found.append(predict(MIXED, demand, cluster, settings, replicated_rows))
+    elif mixed := best_mixed(demand, cluster, settings, objective):
+        found.append(mixed)
+    found += [predict(name, demand, cluster, settings) for name in HYBRID if hybrid]
     return Point(cluster, demand, tuple(found), winner(found, objective))
 
 

@@ -310,38 +310,31 @@ def expected_hits(
     touched = float(rows @ chance)
     if touched == 0:
         return Hits(0.0, 0.0, 0.0)
-    warm = _warm(rows, chance, slots, window, prefetch)
+    inside, missing = _warm(rows, chance, slots, window, prefetch)
+    missed = float((1.0 - inside) @ missing)
     if steps is None:
-        missing = float(((1.0 - warm.inside) * warm.missing).sum())
-        return Hits(touched, missing, missing)
-    seen = float(rows @ (1.0 - (1.0 - chance) ** steps))
-    if seen <= slots:  # nothing leaves
-        return Hits(touched, seen / steps, 0.0)
-    fetched = warm.fetched(rows, chance, steps)
+        return Hits(touched, missed, missed)
+
+    def seen(steps: int) -> np.ndarray:
+        return rows * (1.0 - (1.0 - chance) ** steps)
+
+    if (every := float(seen(steps).sum())) <= slots:  # nothing leaves
+        return Hits(touched, every / steps, 0.0)
+    fetched = missed * steps + float(inside @ seen(steps))  # were popularity known from the start
     small = miniature(rows, chance, slots, (window, prefetch), steps)
     if small is not None:
         played, again = small
-        first = float(rows @ (1.0 - (1.0 - chance) ** played))
-        fetched += first + again - warm.fetched(rows, chance, played)
+        fetched += float((1.0 - inside) @ seen(played)) + again - missed * played
     return Hits(touched, fetched / steps, max(fetched - slots, 0.0) / steps)
 
 
-@dataclass(frozen=True)
-class _Warm:
-    """A warm cache, by bucket, float64 `[k]`: the share of rows that stay for good (`inside`), and
-    the rows of a step that a cache without them would not have (`missing`)."""
+def _warm(
+    rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefetch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A warm cache, by bucket, float64 `[k]`: the share of rows that stay for good, and the rows of
+    a step that a cache without them would not have.
 
-    inside: np.ndarray
-    missing: np.ndarray
-
-    def fetched(self, rows: np.ndarray, chance: np.ndarray, steps: int) -> float:
-        """Rows that the first so many steps fetch if popularity were known from the start."""
-        seen = rows * (1.0 - (1.0 - chance) ** steps)
-        return float((1.0 - self.inside) @ self.missing * steps + self.inside @ seen)
-
-
-def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefetch: int) -> _Warm:
-    """Static rows hit always, the others where they are used again soon.
+    Static rows hit always, the others where they are used again soon.
 
     A row that passes through stays P + 1 steps, or until its next use if that is at most
     G = P + 1 + L steps away: so the planner sees it when the row might leave.
@@ -359,7 +352,7 @@ def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefe
     if room[0] < slots:
         static = float(np.interp(slots, room, ends))
     inside = np.clip((static - ends[:-1]) / rows, 0.0, 1.0)
-    return _Warm(inside, rows * chance * (1.0 - chance) ** kept)
+    return inside, rows * chance * (1.0 - chance) ** kept
 
 
 # -----------------------------------------------------------------------------

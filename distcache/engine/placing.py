@@ -180,7 +180,7 @@ class CacheRequest:
         keys, kind = self.keys, MIXED
         if cluster is not None:
             choice = self.choose(known, cluster)
-            kind, rows = choice.placement, choice.replicated_rows
+            kind, rows = choice.predictions[0].placement, choice.predictions[0].replicated_rows
             chosen = "" if keys.placement == kind else f" is {kind}"
             log.info("cache.placement=%s%s: %s", keys.placement, chosen, choice.why)
             counts = [rows.get(table.name, 0) for table in known.tables]
@@ -231,7 +231,7 @@ class CacheRequest:
                 best.refused,
             )
         why = f"the best rows to replicate, by {self.objective}"
-        return Choice(MIXED, best.replicated_rows, (best,), why)
+        return Choice((best,), why)
 
     def _demand(self, known: Known, cluster: Cluster) -> Demand:
         """What a step needs of each rank, from the statistics."""

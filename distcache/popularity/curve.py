@@ -388,12 +388,6 @@ class TableProfile:
             "rows_alike": self.curve.alike,
             "lookups_per_batch": self.batch_lookups,
             "distinct_per_batch": {str(w): self.distinct_per_batch(w) for w in world_sizes},
-            "drift": {
-                "hot_rows": drift.hot_rows,
-                "own": drift.own,
-                "next": drift.next,
-                "far": drift.far,
-                "kept": drift.kept(),
-                "kept_far": drift.kept_far(),
-            },
+            "drift": {name: getattr(drift, name) for name in ("hot_rows", "own", "next", "far")}
+            | {"kept": drift.kept(), "kept_far": drift.kept_far()},
         }

@@ -167,6 +167,17 @@ def cache_slots(
     ]
 
 
+def group_sizes(
+    tables: Sequence[TableSpec], state_widths: Sequence[int], itemsize: int
+) -> list[tuple[int, int, int]]:
+    """(V, D, S) of each group, D and S as elements of `itemsize` bytes; `state_widths`: S of each
+    table's rows."""
+    return [
+        (sum(tables[t].rows for t in own), tables[own[0]].width(itemsize), state_widths[own[0]])
+        for own in group_tables(tables)
+    ]
+
+
 def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
     """Device bytes of one rank's slots of all groups, rows and optimizer state."""
     pairs = zip(slots, groups, strict=True)
@@ -312,10 +323,7 @@ def plan_slots(
     budget.
     """
     groups, world, item = group_tables(tables), budget.world_size, budget.itemsize
-    sizes = []
-    for members in groups:
-        rows = sum(tables[table].rows for table in members)
-        sizes.append((rows, tables[members[0]].width(item), state_widths[members[0]]))
+    sizes = group_sizes(tables, state_widths, item)
     if not isinstance(split, str):
         plan = _as_given(tables, sizes, budget, split)
         if statistics is not None:

@@ -19,7 +19,7 @@ from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
-from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
+from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes, group_sizes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
@@ -180,14 +180,9 @@ class Sizes:
         return group_tables(self.tables)
 
     def _groups(self, world_size: int) -> list[tuple[int, int, int]]:
-        """(V, D, floats of state that a slot takes on one of so many ranks) of each group, in
-        elements of `itemsize` bytes."""
-        item = self.request.itemsize
-        tables, widths = self.tables, self.request.state_widths(self.tables, world_size)
-        return [
-            (sum(tables[at].rows for at in group), tables[group[0]].width(item), widths[group[0]])
-            for group in self.members
-        ]
+        """`group_sizes`, of what a slot takes on one of so many ranks."""
+        widths = self.request.state_widths(self.tables, world_size)
+        return group_sizes(self.tables, widths, self.request.itemsize)
 
     @property
     def rows(self) -> int:
