@@ -238,8 +238,8 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
         optimum = least.get((outcome.case.slots, outcome.case.world_size))
         return f"{outcome.fetched / optimum:.3f}" if optimum else "-"
 
-    def each(bytes: int, outcome: Outcome) -> str:
-        return human_bytes(bytes / max(outcome.steps, 1))
+    def moved(way: int, outcome: Outcome) -> str:
+        return human_bytes(outcome.bytes_moved(row_bytes)[way] / max(outcome.steps, 1))
 
     table = Table.of(
         "Simulated policies",
@@ -249,8 +249,8 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
         [
             ("policy", lambda o: o.case.label),
             *_COUNTS,
-            ("bytes in", lambda o: each(o.host_to_device_bytes(row_bytes), o)),
-            ("bytes out", lambda o: each(o.device_to_host_bytes(row_bytes), o)),
+            ("bytes in", partial(moved, 0)),
+            ("bytes out", partial(moved, 1)),
             ("of MIN", of_min),
         ],
         outcomes,
@@ -585,6 +585,9 @@ def terminal(analysis: Analysis, advice: Advice) -> str:
     return "\n".join([*lines, *(f"  {key}" for key in advice.paste)]) + "\n"
 
 
+_MOVED = ("host_to_device_bytes", "device_to_host_bytes")
+
+
 def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
     """`report.json`."""
     counted, sizes, target = analysis.counted, analysis.sizes, analysis.target
@@ -617,11 +620,7 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             for point in analysis.points
         ],
         "simulated": [
-            {
-                **_outcome(outcome),
-                "host_to_device_bytes": outcome.host_to_device_bytes(sizes.row_bytes),
-                "device_to_host_bytes": outcome.device_to_host_bytes(sizes.row_bytes),
-            }
+            _outcome(outcome) | dict(zip(_MOVED, outcome.bytes_moved(sizes.row_bytes), strict=True))
             for outcome in analysis.simulated
         ],
     }

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -110,13 +109,11 @@ class Outcome:
         """Share of lookups whose row was cached; None without any."""
         return self.lookups_hit / self.ids if self.ids else None
 
-    def host_to_device_bytes(self, row_bytes: Sequence[int]) -> int:
-        """Bytes fetched; `row_bytes`: of a row and its optimizer state, by group."""
-        return sum(g.fetched * size for g, size in zip(self.groups, row_bytes, strict=True))
-
-    def device_to_host_bytes(self, row_bytes: Sequence[int]) -> int:
-        """Bytes written back, without what a checkpoint writes; `row_bytes` as above."""
-        return sum(g.written_back * size for g, size in zip(self.groups, row_bytes, strict=True))
+    def bytes_moved(self, row_bytes: Sequence[int]) -> tuple[int, int]:
+        """Bytes fetched, and written back, without what a checkpoint writes; `row_bytes`: of a row
+        and its optimizer state, by group."""
+        pairs = list(zip(self.groups, row_bytes, strict=True))
+        return sum(g.fetched * n for g, n in pairs), sum(g.written_back * n for g, n in pairs)
 
 
 # -----------------------------------------------------------------------------
@@ -128,30 +125,22 @@ class Outcome:
 # a step's rows resident, whatever it knows, fetches fewer.
 
 
-class MinCounts(NamedTuple):
-    """What MIN does at one home in each step; int64 `[steps]`: rows `fetched`, ids that find their
-    row cached (`hits`), and rows `evicted`, as late as can be: in the step that needs their
-    room."""
-
-    fetched: np.ndarray
-    hits: np.ndarray
-    evicted: np.ndarray
-
-
-def belady(home: HomeTrace, slots: int) -> MinCounts:
-    """MIN for `slots` slots; every step of `home` must fit.
+def belady(home: HomeTrace, slots: int) -> np.ndarray:
+    """What MIN does at one home, with `slots` slots, which every step must fit; int64 `[steps, 3]`:
+    rows fetched, ids that find their row cached, and rows evicted, as late as can be: in the step
+    that needs their room.
 
     Rows with the same next use leave in the reverse of the order in which they were used last; any
     other choice among them fetches as many. Time O(n) for n distinct rows of all steps, and a scan
     over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step.
     """
-    counts = np.zeros((home.steps, len(MinCounts._fields)), dtype=np.int64)
+    counts = np.zeros((home.steps, 3), dtype=np.int64)
     next_use = np.empty(len(home.numbers), np.int32)
     name_next(home.starts, home.numbers, np.full(len(home.names), home.steps, np.int32), next_use)
     link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
     heads = np.full(home.steps + 1, -1, np.int32)
     run_min(home.starts, home.numbers, home.counts, next_use, slots, heads, link, cached, counts)
-    return MinCounts(*np.ascontiguousarray(counts.T))
+    return counts
 
 
 @compiled(types.void(in8, in4, out4, out4))
@@ -439,14 +428,10 @@ def _count_home(
 
 def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
     """The counts of MIN at one home; all rows that leave count as written back."""
-    counts = belady(home, slots)
-    return {
-        "lookups_hit": int(counts.hits[training].sum()),
-        "distinct": int(home.distinct[training].sum()),
-        "fetched": int(counts.fetched[training].sum()),
-        "written_back": int(counts.evicted[training].sum()),
-        "left_dirty": int(counts.fetched.sum() - counts.evicted.sum()),
-    }
+    counts, names = belady(home, slots), ("fetched", "lookups_hit", "written_back")
+    of_training = dict(zip(names, counts[training].sum(axis=0).tolist(), strict=True))
+    left = int((counts[:, 0] - counts[:, 2]).sum())
+    return of_training | {"distinct": int(home.distinct[training].sum()), "left_dirty": left}
 
 
 # -----------------------------------------------------------------------------

@@ -418,24 +418,30 @@ def _check_room(
             )
 
 
-def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: str) -> Statistics:
+def statistics_of(
+    statistics: Statistics, tables: Sequence[TableSpec], given: str, vocabulary: str | None = None
+) -> Statistics:
     """`statistics` with one entry for each of `tables`, in order; features of one table add up.
 
-    `given`: where they come from, for errors. Raises ConfigError, with both fingerprints, where
-    they lack a feature, or count other rows than its table has.
+    `given`: where they come from, for errors; `vocabulary`: of the data, where it is known. Raises
+    ConfigError, with both fingerprints, where they lack a feature, count other rows than its table
+    has, or are of another vocabulary.
     """
+    vocabulary = statistics.vocabulary if vocabulary is None else vocabulary
+    alike = vocabulary == statistics.vocabulary
     found = {table.feature: table for table in statistics.tables}
     counts = []
     for table in tables:
         parts = [found[feature] for feature in table.features if feature in found]
-        if len(parts) < len(table.features) or any(part.rows != table.rows for part in parts):
+        lacks = len(parts) < len(table.features) or any(p.rows != table.rows for p in parts)
+        if lacks or not alike:
             features = [feature for table in tables for feature in table.features]
             rows = [table.rows for table in tables for _ in table.features]
-            wanted = fingerprint_of(features, rows, statistics.vocabulary)
+            wanted = fingerprint_of(features, rows, vocabulary)
             raise ConfigError(
                 f"{given} are statistics {statistics.described}; table {table.name!r} has "
-                f"{table.rows} rows, read by {', '.join(table.features)} (all tables: fingerprint "
-                f"{wanted}): count this model's data with python -m distcache.analyze"
+                f"{table.rows} rows, read by {', '.join(table.features)}, of {vocabulary} (all "
+                f"tables: fingerprint {wanted}): count this data with python -m distcache.analyze"
             )
         if len(parts) == 1:
             counts.append(parts[0])

@@ -153,18 +153,6 @@ def vocabulary_of(source: Any) -> str:
     return getattr(source, "vocabulary", "ids")
 
 
-def check_fits(statistics: Statistics, source: Any, path: str | Path) -> None:
-    """Raise ConfigError, with both fingerprints, unless `statistics`, read from `path`, speak of
-    the tables and the vocabulary of the batch source `source`."""
-    wanted = fingerprint_of(source.features, source.table_rows, vocabulary_of(source))
-    if wanted == statistics.fingerprint:
-        return
-    raise ConfigError(
-        f"cache.statistics={path} are statistics {statistics.described}; the data has fingerprint "
-        f"{wanted}: count this data with python -m distcache.analyze"
-    )
-
-
 def write_statistics(folder: Path, statistics: Statistics) -> None:
     """Write them to `folder`, `statistics.json` last: with it, all is there."""
     (folder / "counts").mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,8 @@ from distcache.popularity.statistics import (
     Popularity,
     Statistics,
     TableCounts,
-    check_fits,
     read_statistics,
+    vocabulary_of,
 )
 from distcache.store.memory import available_memory, describe_bytes
 
@@ -378,9 +378,8 @@ def read_checked(
     path = config.cache.statistics
     if path is None:
         return None
-    statistics = read_statistics(path)
-    check_fits(statistics, source, path)
-    return statistics_of(statistics, tables, f"cache.statistics={path}")
+    vocabulary = vocabulary_of(source)
+    return statistics_of(read_statistics(path), tables, f"cache.statistics={path}", vocabulary)
 
 
 def window_steps(cache: CacheConfig) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from distcache.popularity.statistics import (
     Popularity,
     Statistics,
     TableCounts,
-    check_fits,
     read_statistics,
     row_classes,
     share_popularity,
@@ -38,8 +36,6 @@ from distcache.popularity.statistics import (
 from distcache.replay import Case, popularity_of, replay
 from distcache.store import memory as available
 from distcache.trace import Trace
-
-SOURCE = SimpleNamespace(features=("a", "b"), table_rows=(4, 10), vocabulary="ids")
 
 
 @pytest.fixture
@@ -61,10 +57,12 @@ def test_what_is_written_is_read(tmp_path: Path, statistics: Statistics) -> None
         assert str(plain[0]) == str(plain[1])
     assert found.tables[0].order.tolist() == [1, 3, 0]
     assert found.tables[1].hottest(1).tolist() == [3]
-    check_fits(found, SOURCE, tmp_path)
-    for other in ({"features": ("a", "c")}, {"table_rows": (4, 11)}, {"vocabulary": "hash"}):
-        with pytest.raises(ConfigError, match=f"(?s){statistics.fingerprint}.*has fingerprint"):
-            check_fits(statistics, SimpleNamespace(**vars(SOURCE) | other), "here")
+    tables = [TableSpec("a", 4, 4, ("a",)), TableSpec("b", 10, 4, ("b",))]
+    assert statistics_of(found, tables, "here", "ids").fingerprint == found.fingerprint
+    others = TableSpec("b", 10, 4, ("c",)), TableSpec("b", 11, 4, ("b",))
+    for wrong in (*((tables[0], one) for one in others), tables):
+        with pytest.raises(ConfigError, match=f"(?s){statistics.fingerprint}.*: fingerprint"):
+            statistics_of(statistics, wrong, "here", "hash" if wrong is tables else "ids")
 
 
 @pytest.mark.parametrize(
