@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -13,10 +13,15 @@ import numpy as np
 from distcache.compiled import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.home import HomeDecision, HomePlanner, Parts
-from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy, grouped
+from distcache.planner.home import HomeDecision, HomePlanner
+from distcache.planner.victims import Policy
 from distcache.popularity.slots import StepCurves
-from distcache.popularity.statistics import Statistics, TableCounts, row_classes
+from distcache.popularity.statistics import (
+    GroupPopularity,
+    Statistics,
+    TableCounts,
+    row_classes,
+)
 from distcache.trace import HomeTrace, Trace
 
 
@@ -270,8 +275,8 @@ def replay(
 
     `popularity`: for policies that rank rows by statistics; `progress`: told of every outcome when
     it is there. A case that training would refuse is an outcome with `refused`. Memory beside the
-    traces: 16 bytes or so per row that the trace names, and the slots' (`victims`). Raises
-    ConfigError for a case that these traces, or this call, cannot serve.
+    traces: what the planner of one home has in training. Raises ConfigError for a case that these
+    traces, or this call, cannot serve.
     """
     traces = [trace] if isinstance(trace, Trace) else list(trace)
     for case in cases:
@@ -295,60 +300,6 @@ def replay(
         if progress is not None:
             progress(outcomes[-1])
     return outcomes
-
-
-class NamedParts(Parts):
-    """The parts of a home whose rows lie where training has them, which calls local row r
-    `names[r]`."""
-
-    def __init__(self, like: Parts, names: np.ndarray) -> None:
-        super().__init__(like.slots, like.rows, like.shelves, like.bits)
-        _, starts, places = like.divide(names)
-        shelf = np.searchsorted(starts, places, side="right") - 1
-        first = starts[:: 1 << self.shelves - self.bits]
-        part = shelf >> self.shelves - self.bits
-        own = {"_shelf": shelf, "_number": places - first[part], "_most": np.diff(first).max()}
-        self.__dict__.update(own)
-
-    @property
-    def part_rows(self) -> int:
-        """See `Parts.part_rows`."""
-        return int(self._most)
-
-    def enough(self, local: np.ndarray) -> int:
-        """See `Parts.enough`: no more is known."""
-        return len(local)
-
-    def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Parts.divide`."""
-        order, starts = grouped(self._shelf[local], 1 << self.shelves)
-        places = np.empty(len(order), np.int32)
-        places[order] = np.arange(len(order))
-        return self._number[local[order]].astype(np.int32), starts, places
-
-
-def make_planner(
-    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None, offsets: np.ndarray
-) -> HomePlanner:
-    """The planner of one home as training makes it, a world of its own, for homes decide alone.
-
-    The rows that the trace names lie side by side in its index, by number; decisions are the same.
-    `classes` uint8 `[V]`: of all rows, or None; `offsets`: see `Trace`.
-    """
-    rows, most_rows = max(len(home.names), 1), -(-int(offsets[-1]) // case.world_size)
-    layout = RowLayout([TableSpec("trace", rows, 1, ("trace",))], 1)
-    names, own = np.zeros(rows, np.int32), None
-    names[: len(home.names)] = home.names // case.world_size  # the local rows of training
-    if classes is not None:
-        own = np.zeros(rows, np.uint8)
-        own[: len(home.names)] = classes[home.names]
-    policy, parts = case.policy or DEFAULT, Parts.of(slots, most_rows)
-    for first, last in policy.resident_tables(offsets, slots * case.world_size):
-        own = np.zeros(rows, np.uint8) if own is None else own
-        own[: len(home.names)][(home.names >= first) & (home.names < last)] = PINNED
-    how = (layout, 0, slots, case.prefetch, replace(policy, resident=NONE), own)
-    called = parts.parts_of(names)[1].astype(np.int32)
-    return HomePlanner(*how, parts=NamedParts(parts, names), names=called)
 
 
 def refusal(traces: Sequence[Trace], case: Case) -> str | None:
@@ -380,11 +331,15 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
         if case.policy is not None and popularity is not None:
             classes = popularity(case, group)
         counted: Counter[str] = Counter()
-        for home in trace.of_world(case.world_size):
+        sizes = enumerate(np.diff(trace.offsets).tolist())
+        specs = [TableSpec(f"t_{table}", rows, 1, (str(table),)) for table, rows in sizes]
+        layout, known = RowLayout(specs, case.world_size), GroupPopularity(classes)
+        for number, home in enumerate(trace.of_world(case.world_size)):
             if case.policy is None:
                 counted.update(_least(home, training, slots))
                 continue
-            planner = make_planner(home, slots, case, classes, trace.offsets)
+            own = known.classes_at(layout, number)
+            planner = HomePlanner(layout, number, slots, case.prefetch, case.policy, own)
             try:
                 counts, latest = _count_home(home, training, planner, case.lookahead)
             except StepTooLargeError as error:  # of one part of the home
@@ -403,12 +358,12 @@ def _count_home(
     `[steps]`, -1 for none), of a planner over the trace of its home."""
     latest = np.full(home.steps, -1, dtype=np.int32)
     counts: Counter[str] = Counter()
-    run = HomeRun(planner)
+    run, local = HomeRun(planner), planner.layout.local(home.names)
 
     def named() -> Iterator[tuple[str, np.ndarray]]:
         for step in range(home.steps):
             rows = home.numbers[home.starts[step] : home.starts[step + 1]]
-            yield "train" if training[step] else "eval", rows.astype(np.int64)
+            yield "train" if training[step] else "eval", local[rows]
 
     for decision, leaving, places in run.over(named(), window):
         step = decision.step

@@ -188,12 +188,6 @@ def test_cases_that_cannot_be_served_are_refused() -> None:
         Case(Policy(), (4,), world_size=0)
 
 
-def test_an_index_takes_memory_for_the_rows_that_are_named_alone() -> None:
-    trace = record_ids([np.array([5, 10**9])], 10**9 + 1)
-    for policy in (Policy(tail="lru"), Policy("lfu")):
-        assert replay(trace, [Case(policy, (2,))])[0].fetched == 2
-
-
 STEPS = 24
 
 
