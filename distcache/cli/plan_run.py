@@ -235,9 +235,7 @@ def parse_request(line: Line[Options]) -> Request:
         known = isinstance(rows, dict) and all(type(k) is int and k >= 0 for k in rows.values())
         how = "give the rows of each table, '{t_cat_0: 1000}'"
         refuse_if(not known, f"replicated_rows={rows}: {how}")
-        specs = [
-            TableSpec(source.name, source.rows, source.dim, (source.name,)) for source in sources
-        ]
+        specs = [TableSpec(s.name, s.curve.table_rows, s.dim, (s.name,)) for s in sources]
         counts = given_rows(rows, specs, "replicated_rows")
         rows = {table.name: count for table, count in zip(specs, counts, strict=True)}
     links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
@@ -303,7 +301,7 @@ def measured_here(request: Request) -> Request:
         said = Path(folder) / "log"
         want = {"width": request.widest.dim, "tables": len(request.sources), "out": folder}
         want |= {"batch": options.batch, "optim": options.optim.name}
-        want |= {"table_rows": [source.rows for source in request.sources]}
+        want |= {"table_rows": [source.curve.table_rows for source in request.sources]}
         command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
         code = run_job(command, ranks, said)
         if code or not (Path(folder) / FILE).exists():
@@ -387,8 +385,7 @@ def make_plan(request: Request) -> Plan:
     nodes = [max(1, world >> local.bit_length() - 1) for world in worlds]
     points = [compare(*request.on(*of), objective) for of in zip(worlds, nodes, strict=True)]
     most, warnings = max(worlds[-1], options.world_size), []
-    known = [source for source in request.sources if source.counted is not None]
-    if short := sum(s.lookups * options.batch * most > (s.counted or 0) for s in known):
+    if short := sum(s.lookups * options.batch * most > s.curve.lookups for s in request.sources):
         warnings.append(
             f"the statistics count fewer lookups than one step of {most} ranks makes in "
             f"{short} of {len(request.sources)} tables: their distinct rows of all ranks are "

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from distcache.data.synthetic import ZipfTables
-from distcache.popularity.curve import Curve, room_for
+from distcache.popularity.curve import Curve, room_of
 from distcache.popularity.statistics import Statistics
 
 
@@ -24,18 +24,13 @@ def zipf_curve(rows: int, exponent: float) -> Curve:
 
 @dataclass(frozen=True)
 class TableSource:
-    """A table whose use is predicted: `rows` x `dim`, `lookups` ids of it in a sample on average.
-
-    `name`: of the table; `counted`: lookups that were counted, None where the law is known;
-    `stored`: as `TableSpec.dtype`.
-    """
+    """A table whose use is predicted: rows of `dim` elements, `lookups` ids of it in a sample on
+    average. `name`: of the table; `stored`: as `TableSpec.dtype`."""
 
     name: str
-    rows: int
     dim: int
     lookups: float
     curve: Curve
-    counted: float | None = None
     stored: torch.dtype | None = None
 
 
@@ -48,19 +43,18 @@ def zipf_sources(
     """Tables t_cat_0, ... by Zipf's law; all sequences have an entry for each."""
     each = enumerate(zip(table_rows, dims, lookups, exponents, strict=True))
     return [
-        TableSource(f"t_cat_{index}", rows, dim, count, zipf_curve(rows, exponent))
+        TableSource(f"t_cat_{index}", dim, count, zipf_curve(rows, exponent))
         for index, (rows, dim, count, exponent) in each
     ]
 
 
 def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSource]:
     """The tables of `statistics`, `dims` wide; as many lookups a sample as were counted."""
-    found = []
-    for table, dim in zip(statistics.tables, dims, strict=True):
-        own = Curve.of(table, statistics.samples)
-        each, counted = own.per_sample, float(table.lookups)
-        found.append(TableSource(table.table, table.rows, dim, each, own, counted=counted))
-    return found
+    curves = [Curve.of(table, statistics.samples) for table in statistics.tables]
+    return [
+        TableSource(table.table, dim, own.per_sample, own)
+        for table, dim, own in zip(statistics.tables, dims, curves, strict=True)
+    ]
 
 
 # -----------------------------------------------------------------------------
@@ -178,18 +172,11 @@ class GroupDemand:
         return self.dim * own + state * itemsize
 
     def buffers(self, world_size: int) -> tuple[float, float, float]:
-        """Rows that there is room for (`room_for`): of a rank, of all ranks, and of one home.
-
-        Variances are those of rows touched independently, an upper bound: lookups are shared out,
-        which binds rows negatively.
-        """
-        spread = [0.0, 0.0, 0.0]
-        for table in self.tables:
-            for place, chance in enumerate((table.rank, table.world, table.world / world_size)):
-                spread[place] += float((chance * (1 - chance)) @ table.count)
-        rank, world = self.rank_rows, self.world_rows
-        own, every, home = map(room_for, (rank, world, world / world_size), spread)
-        return own, every, home
+        """Rows that there is room for (`room_of`): of a rank, of all ranks, and of one home."""
+        rows = [table.count for table in self.tables]
+        ranks, every = [t.rank for t in self.tables], [t.world for t in self.tables]
+        homes = [chance / world_size for chance in every]
+        return room_of(ranks, rows), room_of(every, rows), room_of(homes, rows)
 
 
 @dataclass(frozen=True)
@@ -325,7 +312,7 @@ def _table(source: TableSource, batch: float, world_size: int, local_ranks: int)
     ranks = (1, world_size, local_ranks if local_ranks < world_size else 1)
     touched = [curve.touched(number * lookups) for number in ranks]
     place = (end - count, end)
-    found = TableDemand(source.name, source.rows, count, *touched, *place, lookups)
+    found = TableDemand(source.name, curve.table_rows, count, *touched, *place, lookups)
     if math.isinf(curve.lookups):
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0

@@ -153,6 +153,17 @@ def room_for(mean: float, variance: float, deviations: float = SURE) -> float:
     return mean + deviations * math.sqrt(variance)
 
 
+def room_of(chances: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> float:
+    """`room_for` the rows of a step, of which each of `rows[t][i]` comes with `chances[t][i]`.
+
+    The variance is that of rows that come independently, an upper bound: lookups are shared out,
+    which binds rows negatively.
+    """
+    pairs = list(zip(chances, rows, strict=True))
+    mean = sum(float(q @ count) for q, count in pairs)
+    return room_for(mean, sum(float((q * (1 - q)) @ count) for q, count in pairs))
+
+
 ALIKE = 0.02
 """Below this `Curve.spread` rows count as alike (it is 0.02 at a Zipf exponent of 0.14)."""
 

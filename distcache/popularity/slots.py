@@ -15,7 +15,7 @@ import numpy as np
 
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
-from distcache.popularity.curve import Curve, room_for, top_rows
+from distcache.popularity.curve import Curve, room_for, room_of, top_rows
 from distcache.popularity.statistics import Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
@@ -76,11 +76,8 @@ class StepCurves:
         Its rows fall to W homes like independent draws, and each home gets the room for its part,
         but not more slots than it has rows.
         """
-        variance = 0.0
-        for q, curve in zip(self.use, self.tables, strict=True):
-            homed = q / world_size
-            variance += float(curve.rows @ (homed * (1 - homed)))
-        home = math.ceil(room_for(self.expected / world_size, variance))
+        homed = [q / world_size for q in self.use]
+        home = math.ceil(room_of(homed, [curve.rows for curve in self.tables]))
         return min(max(home, 1), -(-self.rows // world_size)) * world_size
 
     def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
@@ -189,19 +186,16 @@ def _split_bytes(
 ) -> list[int]:
     """Slots of each group for `budget` bytes split by rows; at most its `full` count.
 
-    A full group takes only what its rows need, and the others split the rest by their rows,
-    until no further group is full.
+    A full group takes only what its rows need, and the others split the rest by their rows: those
+    that are full first, whose rows take least, come first.
     """
-    row_bytes = [(dim + state) * itemsize for _, dim, state in groups]
-    slots, open_groups = list(full), set(range(len(groups)))
-    while open_groups:
-        rows = sum(groups[g][0] for g in open_groups)
-        share = {g: budget * groups[g][0] // rows // row_bytes[g] for g in open_groups}
-        filled = {g for g in open_groups if share[g] >= full[g]}
-        if not filled:
-            return [share.get(g, slots[g]) for g in range(len(groups))]
-        budget -= sum(full[g] * row_bytes[g] for g in filled)
-        open_groups -= filled
+    slots, rows = list(full), sum(v for v, _, _ in groups)
+    size = [(dim + state) * itemsize for _, dim, state in groups]
+    for g in sorted(range(len(groups)), key=lambda g: full[g] * size[g] / groups[g][0]):
+        share = budget * groups[g][0] // rows
+        slots[g] = min(share // size[g], full[g])
+        budget -= min(share, full[g] * size[g])
+        rows -= groups[g][0]
     return slots
 
 
@@ -325,10 +319,7 @@ def plan_slots(
     groups, world, item = group_tables(tables), budget.world_size, budget.itemsize
     sizes = group_sizes(tables, state_widths, item)
     if not isinstance(split, str):
-        plan = _as_given(tables, sizes, budget, split)
-        if statistics is not None:
-            _check_room(plan, groups, statistics, budget.batch)
-        return plan
+        return _as_given(tables, sizes, budget, split, statistics)
     expected = budget.expected
     if not expected and statistics is not None and budget.batch > 1 and budget.by_default:
         samples = min(budget.batch * budget.steps, statistics.samples)
@@ -349,21 +340,32 @@ def _as_given(
     sizes: Sequence[tuple[int, int, int]],
     budget: Budget,
     split: Mapping[str, Any],
+    statistics: Statistics | None,
 ) -> SlotPlan:
     """The split of a user: slots for each table's rows, up to a multiple of W in each group.
 
-    Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row.
+    Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row, and as many
+    slots as a step is expected to need, where that is known.
     """
     hot, slots, world = given_rows(split, tables), list[int](), budget.world_size
     for members in group_tables(tables):
         total = sum(hot[table] for table in members)
+        names = ", ".join(tables[table].name for table in members[:10])
         if total == 0:
-            names = ", ".join(tables[table].name for table in members[:10])
             raise ConfigError(
                 f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
                 f"({names}), which have slots of their own: give them the rows of a step at least"
             )
         slots.append(-(-total // world) * world)
+        needed = 0.0
+        if statistics is not None:
+            needed = StepCurves.of(statistics, members, budget.batch).expected
+        if needed > slots[-1]:
+            raise ConfigError(
+                f"cache.split gives {slots[-1]} slots to the tables of {names}, but a step is "
+                f"expected to need {needed:.0f} of their rows at once: give them more, or lower "
+                "data.global_batch_size"
+            )
     if budget.ratio is not None:
         raise ConfigError(
             f"cache.ratio={budget.ratio} and rows by table (cache.split) contradict each other: "
@@ -401,21 +403,6 @@ def first_rows(
             rows = step.pinned(count, steps, budget.world_size)
         found |= dict(zip(members, rows, strict=True))
     return tuple(found[table] for table in range(len(tables)))
-
-
-def _check_room(
-    plan: SlotPlan, groups: Sequence[Sequence[int]], statistics: Statistics, batch: int
-) -> None:
-    """ConfigError for a group whose slots hold fewer rows than a step is expected to need."""
-    for members, slots in zip(groups, plan.slots, strict=True):
-        needed = StepCurves.of(statistics, members, batch).expected
-        if needed > slots:
-            names = ", ".join(statistics.tables[table].feature for table in members[:10])
-            raise ConfigError(
-                f"cache.split gives {slots} slots to the tables of {names}, but a step is expected "
-                f"to need {needed:.0f} of their rows at once: give them more, or lower "
-                "data.global_batch_size"
-            )
 
 
 def statistics_of(

@@ -187,11 +187,8 @@ class PhasedSchedule(Schedule):
         cls, plain: Schedule, source: hot_cold.HotColdSource, phase: Phase | None, rate: float
     ) -> PhasedSchedule:
         """`plain` in phases, from `phase` on; None: from the beginning of an epoch at `rate`."""
-
-        def sizes(epoch: int) -> tuple[int, int]:
-            return source.epoch(epoch).sizes
-
-        return cls(**vars(plain), phase=phase or Phase(rate), step=plain.first_step, sizes=sizes)
+        own = {"phase": phase or Phase(rate), "step": plain.first_step, "sizes": source.sizes}
+        return cls(**vars(plain), **own)
 
     def position(self, step: int) -> Phase:
         """See `Schedule.position`: of the current phase or at its end."""

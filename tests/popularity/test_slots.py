@@ -295,7 +295,7 @@ def test_splits_that_do_not_fit_are_refused(split, size, message) -> None:
 
 def test_groups_too_small_for_a_step_are_refused() -> None:
     statistics = some_statistics()
-    with pytest.raises(ConfigError, match=r"t_c_0, but a step is expected to need \d\d of their"):
+    with pytest.raises(ConfigError, match=r"t_c, but a step is expected to need \d\d of their"):
         plan_of({"t_a": 100, "t_b": 50, "t_c": 9}, statistics, batch=40)
     with pytest.raises(ConfigError, match=r"set cache\.bytes=(\d+) or more") as refusal:
         plan_of("by_curve", statistics, bytes=100)
