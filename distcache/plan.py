@@ -23,7 +23,7 @@ from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, pars
 from distcache.cli.run import Table, describe_environment, human_bytes, open_folder, write_report
 from distcache.cost.cluster import Cluster, write_cluster
 from distcache.cost.predict import Crossover, Point, Prediction
-from distcache.cost.traffic import CACHED, MIXED, REPLICATED, ROW_WISE, SHARDED, TABLE_WISE
+from distcache.cost.traffic import CACHED, HYBRID, MIXED, REPLICATED, SHARDED
 from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.plan")
@@ -50,20 +50,19 @@ def run(line: Line[Options], command: Sequence[str]) -> int:
 # -----------------------------------------------------------------------------
 # The tables of a plan, as rows of text.
 
-LABELS = {
-    SHARDED: "sharded",
-    REPLICATED: "replicated",
-    MIXED: "mixed",
-    TABLE_WISE: "hybrid table-wise",
-    ROW_WISE: "hybrid row-wise",
-}
-"""How tables call the layouts."""
+
+LAYOUTS = (SHARDED, REPLICATED, MIXED, *HYBRID)
+
+
+def name_of(layout: str) -> str:
+    """How tables call a layout."""
+    return f"hybrid {layout.replace('_', '-')}" if layout in HYBRID else layout
 
 
 def label(prediction: Prediction) -> str:
     """A layout's name; of `mixed` with how many rows are replicated."""
     if prediction.placement != MIXED:
-        return LABELS[prediction.placement]
+        return name_of(prediction.placement)
     return f"mixed, K = {sum(prediction.replicated_rows.values()):,}"
 
 
@@ -125,7 +124,7 @@ def time_table(point: Point) -> Table:
 
 def sweep_table(points: Sequence[Point], objective: str) -> Table:
     """Cost by number of ranks; the winner marked by a star."""
-    names = [name for name in LABELS if any(point.of(name) for point in points)]
+    names = [name for name in LAYOUTS if any(point.of(name) for point in points)]
     scale, digits = (1e3, 3) if objective == "time" else (1 / 1024, 0)
 
     def cell(name: str, point: Point) -> str:
@@ -143,7 +142,7 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
         [
             ("ranks", lambda point: f"{point.world_size:,}"),
             ("nodes", lambda point: f"{point.cluster.nodes:,}"),
-            *((LABELS[name], partial(cell, name)) for name in names),
+            *((name_of(name), partial(cell, name)) for name in names),
         ],
         points,
     )
@@ -151,13 +150,13 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
 
 def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
     """The crossovers in sentences."""
-    winners = [LABELS[p.best.placement] for p in points if p.best is not None]
+    winners = [name_of(p.best.placement) for p in points if p.best is not None]
     if not winners:
         return "Nothing fits at any number of ranks."
     if not found:
         return f"No crossover: {winners[0]} wins wherever something fits."
     lines = [
-        f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks"
+        f"{name_of(c.old)} gives way to {name_of(c.new)} between {c.before:,} and {c.after:,} ranks"
         for c in found
     ]
     return "Crossovers: " + "; ".join(lines) + "."

@@ -210,49 +210,45 @@ class Target:
         return self.whole.rate >= self.wanted
 
 
+@dataclass
 class SizeSearch:
-    """Replays of one policy by cache size, each size once."""
+    """Replays of one policy by cache size, each size once, with `world_size` ranks."""
 
-    def __init__(
-        self,
-        prediction: RecordedRun,
-        sizes: Sizes,
-        profiles: Sequence[TableProfile],
-        case: CaseOf,
-        world_size: int,
-    ) -> None:
-        self._prediction, self._sizes, self._profiles = prediction, sizes, profiles
-        self._case, self._world = case, world_size
-        self._known: dict[tuple[int, ...], SizePoint] = {}
+    prediction: RecordedRun
+    sizes: Sizes
+    profiles: Sequence[TableProfile]
+    case: CaseOf
+    world_size: int
+    known: dict[tuple[int, ...], SizePoint] = field(default_factory=dict)
 
     def at(self, ratio: float) -> SizePoint:
         """The point of a cache of `ratio` of the rows."""
-        slots = self._sizes.slots(ratio, self._world)
-        if slots not in self._known:
-            nbytes = self._sizes.bytes_of(slots, self._world)
-            found = self._prediction.estimate(self._case(slots, self._world))
-            static = fixed_set(self._profiles, self._sizes.members, slots)
-            self._known[slots] = SizePoint(ratio, slots, nbytes, found, *static)
-        return self._known[slots]
+        slots = self.sizes.slots(ratio, self.world_size)
+        if slots not in self.known:
+            nbytes = self.sizes.bytes_of(slots, self.world_size)
+            found = self.prediction.estimate(self.case(slots, self.world_size))
+            static = fixed_set(self.profiles, self.sizes.members, slots)
+            self.known[slots] = SizePoint(ratio, slots, nbytes, found, *static)
+        return self.known[slots]
 
     def grid(self) -> list[SizePoint]:
         """The points of all sizes that training would not refuse, also those of the search."""
         for ratio in GRID:
             self.at(ratio)
-        fits = [point for point in self._known.values() if point.estimate.refused is None]
+        fits = [point for point in self.known.values() if point.estimate.refused is None]
         return sorted(fits, key=lambda point: point.slots)
 
     def target(self, wanted: float) -> Target:
         """The smallest cache that serves the share `wanted` of the lookups, to three digits."""
         whole = self.at(1.0)
         aim = wanted if whole.rate >= wanted else CLOSE * whole.rate
-        tried = np.geomspace(1.0 / self._sizes.rows, 1.0, _TRIED).tolist()
+        tried = np.geomspace(1.0 / self.sizes.rows, 1.0, _TRIED).tolist()
         ratios = sorted(set(map(rounded_up, tried)))
         last = len(ratios) - 1  # the whole tables, which reach it
         ratio = ratios[bisect_left(ratios, aim, hi=last, key=lambda ratio: self.at(ratio).rate)]
         # By that number even where another gave the same slots before.
         point = replace(self.at(ratio), ratio=ratio)
-        self._known[point.slots] = point
+        self.known[point.slots] = point
         return Target(wanted, whole, point)
 
 

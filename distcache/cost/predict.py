@@ -447,9 +447,8 @@ def choose_placement(
     units = {"time": ("ms per step", 1e3), "bytes": ("KiB per rank and step", 1 / 1024)}
     (unit, scale), texts = units[objective], []
     for p in order:
-        cost, digits = p.cost[objective] * scale, 2
-        if cost > 0:  # three digits that count, or more
-            digits = max(0, min(9, 2 - math.floor(math.log10(cost))))
+        cost = p.cost[objective] * scale  # three digits that count, or more
+        digits = max(2, min(9, 2 - math.floor(math.log10(cost or 1.0))))
         texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
     why = f"predicted {unit}: {', '.join(texts)}"
     return Choice(tuple(order), why)

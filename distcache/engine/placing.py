@@ -268,7 +268,7 @@ def rows_of_share(share: float, known: Known) -> list[int]:
     """How many rows of each table are among the most frequent `share` of all rows."""
     wanted = max(1, round(share * sum(table.rows for table in known.tables)))
     counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
-    return [int(count) for count in top_rows(counts, rows, wanted)]
+    return top_rows(counts, rows, wanted)
 
 
 def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -268,11 +269,12 @@ class Curve:
 
 def top_rows(
     keys: Sequence[np.ndarray], rows: Sequence[np.ndarray], count: float, shared: bool = False
-) -> list[float]:
-    """How many of the `count` rows with the highest keys each table has.
+) -> list[Any]:
+    """How many of the `count` rows with the highest keys each table has, whole numbers.
 
     `keys`, `rows` float64 `[k]` of each table: of its rows `rows[i]` have the key `keys[i]`. Of
-    rows with one key those of earlier tables come first; `shared`: each table has its part of them.
+    rows with one key those of earlier tables come first; `shared`: each table has its part of them,
+    a fraction.
     """
     key, number = np.concatenate(keys), np.concatenate(rows)
     table = np.repeat(np.arange(len(keys)), [len(own) for own in keys])
@@ -283,10 +285,11 @@ def top_rows(
     if shared and taken.any():
         last = np.where(key == key[taken > 0].min(), number, 0.0)
         taken = np.where(last > 0, last * (taken[last > 0].sum() / last.sum()), taken)
-    return np.bincount(table, weights=taken, minlength=len(keys)).tolist()
+    found = np.bincount(table, weights=taken, minlength=len(keys))
+    return found.tolist() if shared else found.astype(np.int64).tolist()
 
 
-def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) -> list[float]:
+def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) -> list[Any]:
     """How many of the `rows` most frequent rows of all tables each has (`top_rows`)."""
     return top_rows([c.counts for c in curves], [c.rows for c in curves], rows, shared)
 

@@ -108,11 +108,6 @@ class HotSet:
         return hot
 
 
-def hottest(curves: Sequence[Curve], rows: int) -> list[int]:
-    """How many of the `rows` most frequent rows of all tables each has, earlier tables first."""
-    return [int(count) for count in most_frequent(curves, rows)]
-
-
 def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
     """Hot rows of each of the tables that share `slots` slots, beside the rows of cold batches.
 
@@ -123,12 +118,12 @@ def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
     room = int(slots - margin)
     distinct = int(sum(curve.distinct for curve in curves))
     if distinct <= room:
-        return hottest(curves, distinct)
+        return most_frequent(curves, distinct)
     grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
     for steps in COLD_STEPS:
 
         def full(rows: int, steps: int = steps) -> bool:
-            cold = expected_cold(curves, hottest(curves, rows), batch)
+            cold = expected_cold(curves, most_frequent(curves, rows), batch)
             return rows + steps * cold > room
 
         # More hot rows leave fewer cold ones: few may not fit where more do. So the most are found
@@ -136,7 +131,9 @@ def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
         above = min(room, distinct) + 1
         for low in grid:
             if not full(low):
-                return hottest(curves, low + bisect_left(range(low + 1, above), True, key=full))
+                return most_frequent(
+                    curves, low + bisect_left(range(low + 1, above), True, key=full)
+                )
             above = low
     return [0] * len(curves)
 

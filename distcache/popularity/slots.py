@@ -50,11 +50,6 @@ class StepCurves:
         """q of each table's entries; float64 `[k]`, falling."""
         return tuple(c.touched(n) for c, n in zip(self.tables, self.lookups, strict=True))
 
-    @property
-    def rows(self) -> int:
-        """V: rows of all tables."""
-        return sum(curve.table_rows for curve in self.tables)
-
     @cached_property
     def expected(self) -> float:
         """Distinct rows that a step is expected to need."""
@@ -63,7 +58,7 @@ class StepCurves:
     def likeliest(self, slots: int) -> list[int]:
         """How many of each table's most frequent rows are among the `slots` likeliest of all; rows
         that were never looked up are not."""
-        return [int(rows) for rows in top_rows(self.use, [c.rows for c in self.tables], slots)]
+        return top_rows(self.use, [curve.rows for curve in self.tables], slots)
 
     def misses(self, hot_rows: Sequence[int]) -> float:
         """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
@@ -78,7 +73,8 @@ class StepCurves:
         """
         homed = [q / world_size for q in self.use]
         home = math.ceil(room_of(homed, [curve.rows for curve in self.tables]))
-        return min(max(home, 1), -(-self.rows // world_size)) * world_size
+        rows = sum(curve.table_rows for curve in self.tables)
+        return min(max(home, 1), -(-rows // world_size)) * world_size
 
     def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
         """How many of each table's most frequent rows may stay in `slots` slots for good.
@@ -234,7 +230,7 @@ def slots_by_curve(
         saving.append(use[order] / size)
         room.append(np.clip(np.cumsum(count[order]) - skipped, 0, count[order]) * size)
     taken = zip(top_rows(saving, room, budget - needed), row_bytes, least, strict=True)
-    return [(own + int(more) // size) // world_size * world_size for more, size, own in taken]
+    return [(own + more // size) // world_size * world_size for more, size, own in taken]
 
 
 def given_rows(

@@ -14,7 +14,7 @@ from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.popularity import hot_cold
-from distcache.popularity.curve import Curve
+from distcache.popularity.curve import Curve, most_frequent
 from distcache.popularity.statistics import Statistics
 from distcache.trainer.plan_cache import read_checked, request_of
 
@@ -271,7 +271,7 @@ def choose(
                 found[index] = rows
         return found
     rows = sum(statistics.table_rows)
-    found = hot_cold.hottest(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
+    found = most_frequent(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
     cached = config.parallel.mode == "data"
     rooms = slots_of(world.size) if cached else [rows + 1] * len(groups)
     for members, room in zip(groups, rooms, strict=True):

@@ -20,8 +20,8 @@ from distcache.data.criteo import CriteoArrays, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError, DataError
 from distcache.popularity import hot_cold
-from distcache.popularity.curve import Curve
-from distcache.popularity.hot_cold import COLD, HOT, HotColdSource, HotSet, hottest
+from distcache.popularity.curve import Curve, most_frequent
+from distcache.popularity.hot_cold import COLD, HOT, HotColdSource, HotSet
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
         share = 0.85 if len(of.features) == 26 else 0.35
     known = count(of)
     curves = [Curve.of(table, known.samples) for table in known.tables]
-    return HotSet(known, hottest(curves, int(share * sum(t.distinct for t in known.tables))))
+    return HotSet(known, most_frequent(curves, int(share * sum(t.distinct for t in known.tables))))
 
 
 def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> list[Batch]:

@@ -19,7 +19,7 @@ from distcache.popularity.curve import (
     fit_zipf,
     most_frequent,
 )
-from distcache.popularity.hot_cold import HotSet, expected_cold, hottest, rows_that_fit
+from distcache.popularity.hot_cold import HotSet, expected_cold, rows_that_fit
 from distcache.popularity.statistics import Statistics, TableCounts
 
 
@@ -222,7 +222,7 @@ def test_greedy_equals_a_sort(seed):
     every = sorted((-count, table) for table, own in enumerate(counts) for count in own if count)
     for rows in (0, 1, 5, 40, len(every), len(every) + 9):
         taken = [table for _, table in every[:rows]]
-        assert hottest(curves(known), rows) == [taken.count(table) for table in range(4)]
+        assert most_frequent(curves(known), rows) == [taken.count(table) for table in range(4)]
 
 
 def test_cold_batches_look_up_as_many_cold_rows_as_expected():
@@ -230,7 +230,7 @@ def test_cold_batches_look_up_as_many_cold_rows_as_expected():
     rng = np.random.default_rng(0)
     ids = np.minimum(rng.zipf(1.3, (20_000, 3)) - 1, 4999)
     known = statistics(*(np.bincount(ids[:, t], minlength=5000) for t in range(3)), samples=20_000)
-    hot = HotSet(known, hottest(curves(known), 600))
+    hot = HotSet(known, most_frequent(curves(known), 600))
     masks = np.stack([hot.has(t, ids[:, t]) for t in range(3)], axis=1)
     cold = np.flatnonzero(~masks.all(axis=1))
     batch, found = 256, []
@@ -254,7 +254,7 @@ def test_rows_that_fit_leave_room_and_use_it():
         room = slots - slots // 10  # the margin of caches as small as these
         rows = sum(rows_that_fit(known, slots, batch))
         needed = [
-            hot + steps * expected_cold(known, hottest(known, hot), batch)
+            hot + steps * expected_cold(known, most_frequent(known, hot), batch)
             for hot in (rows, rows + 1)
         ]
         assert 0 < rows < room
