@@ -178,7 +178,8 @@ def test_greedy_is_the_best_of_all_splits_of_a_tiny_budget(seed: int, world: int
         few = (rng.integers(0, 9, rng.integers(2, 7)), 0.4)
         groups.append(step_of(few, (rng.integers(0, 40, 4), 0.2)))
     least = [group.least_slots(world) for group in groups]
-    full = [-(-group.rows // world) * world for group in groups]
+    rows = [sum(curve.table_rows for curve in group.tables) for group in groups]
+    full = [-(-count // world) * world for count in rows]
     floor = sum(c * size for c, size in zip(least, row_bytes, strict=True))
     budget = floor + int(rng.integers(0, 300))
 
@@ -360,7 +361,7 @@ def test_classes_are_counts_and_pins_the_hottest(trace: Trace) -> None:
     seen = dense > 0
     assert (plain[~seen] == 0).all()
     assert plain[seen].tolist() == (1 + np.rint(8 * np.log2(dense[seen]))).tolist()
-    pinned = popularity(case_of("static", trace), 0)
+    pinned = popularity(case_of("static", trace, 300), 0)
     assert pinned is not None
     hot = pinned == PINNED
     assert (pinned[~hot] == plain[~hot]).all() and hot.any()
