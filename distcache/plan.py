@@ -217,7 +217,7 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
     parts += [f"Note: {warning}." for warning in plan.warnings]
     parts += [*(table.section for table in tables), crossings]
     parts += [cluster_table(plan.here.cluster).section]
-    parts.append(f"Dense part: {plan.request.dense_parameters:,} parameters.")
+    parts.append(f"Dense part: {plan.request.settings.dense_parameters:,} parameters.")
     write_report(out / REPORT, parts, environment)
     shown = [f"{t.title}\n{textwrap.fill(t.note, _WIDTH)}\n\n{t.aligned}" for t in tables]
     shown += [crossings, *(f"note: {warning}" for warning in plan.warnings), advice(plan)]
@@ -241,7 +241,7 @@ def overrides_of(plan: Plan) -> list[str]:
         lines.append(f"cache.replicated_rows={{{pairs}}}")
         if options.statistics:
             lines.append(f"cache.statistics={options.statistics}")
-    return [*lines, f"cache.state={plan.request.state}"]
+    return [*lines, f"cache.state={plan.request.settings.state}"]
 
 
 def advice(plan: Plan) -> str:
