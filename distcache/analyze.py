@@ -124,29 +124,19 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
     )
 
 
-def use_table(
-    profiles: Sequence[TableProfile], world_sizes: Sequence[int], advised: Sequence[int]
-) -> Table:
+def use_table(profiles: Sequence[TableProfile], advised: Sequence[int]) -> Table:
     """What each table means for batches and caches; `advised`: rows of each in the cache."""
-
-    def distinct(world: int, pair: tuple[TableProfile, int]) -> str:
-        return f"{pair[0].distinct_per_batch(world):,.1f}"
-
     return Table.of(
         "Batches, drift, and each table's share of the cache",
-        "Lookups of a global batch and the distinct rows expected in it (and in a rank's slice of "
-        "it); what the hot rows of one part of the stream (1 % of the table's, at most a tenth of "
-        "those that the part looks up) serve of the next part, and the first part's of the last, "
-        "in % of what that part's own hot rows serve; and the rows of "
-        "the advised cache that are this table's if it holds the most frequent ones, with their "
-        "share of the table (%).",
+        "Lookups of a global batch and the distinct rows expected in it; what the hot rows of one "
+        "part of the stream (1 % of the table's, at most a tenth of those that the part looks up) "
+        "serve of the next part, and the first part's of the last, in % of what that part's own "
+        "hot rows serve; and the rows of the advised cache that are this table's if it holds the "
+        "most frequent ones, with their share of the table (%).",
         [
             ("table", lambda pair: pair[0].counts.table),
             ("lookups", lambda pair: f"{pair[0].batch_lookups:,.1f}"),
-            *(
-                ("distinct rows" if w == 1 else f"of a rank of {w}", partial(distinct, w))
-                for w in sorted({1, *world_sizes})
-            ),
+            ("distinct rows", lambda pair: f"{pair[0].distinct_per_batch:,.1f}"),
             ("kept next", lambda pair: percent(pair[0].drift.kept(), 1)),
             ("kept far", lambda pair: percent(pair[0].drift.kept_far(), 1)),
             ("cache rows", lambda pair: f"{pair[1]:,}"),
@@ -162,7 +152,7 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
     return Table.of(
         "Hit rate by cache size",
         f"Slots per rank; what the run comes to with `{label}`: hits of lookups and of distinct "
-        "rows (%), rows fetched per step, from an empty cache on; and the same two rates of the "
+        "rows (%), rows fetched per step, from an empty cache on; and the hits of lookups of the "
         "best fixed set of rows, were it cached from the start. Sizes that a step does not fit in "
         "are left out.",
         [
@@ -172,8 +162,7 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
             ("hits of lookups", lambda p: percent(p.estimate.hit_rate_lookups)),
             ("of distinct rows", lambda p: percent(p.estimate.hit_rate)),
             ("fetched per step", lambda p: _per_step(p.estimate, "fetched")),
-            ("fixed set, lookups", lambda p: percent(p.static)),
-            ("distinct", lambda p: percent(p.static_distinct)),
+            ("fixed set", lambda p: percent(p.static)),
         ],
         points,
     )
@@ -537,7 +526,7 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     }
     advice, sizes = advise(analysis), analysis.sizes
     tables = [access_table(profiles)]
-    tables.append(use_table(profiles, analysis.options.world_sizes, advice.table_rows))
+    tables.append(use_table(profiles, advice.table_rows))
     # Not those sizes that the search only passed by.
     shown = [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point]
     tables += [prediction_table(analysis), size_table(shown, sizes)]
@@ -575,7 +564,7 @@ def terminal(analysis: Analysis, advice: Advice) -> str:
         ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
         ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
         ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
-        ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
+        ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch:,.0f}"),
         ("cache rows", lambda pair: f"{pair[1]:,}"),
     ]
     table = Table.of("", "", columns, pairs)
@@ -591,12 +580,11 @@ _MOVED = ("host_to_device_bytes", "device_to_host_bytes")
 def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
     """`report.json`."""
     counted, sizes, target = analysis.counted, analysis.sizes, analysis.target
-    worlds = sorted({1, *analysis.options.world_sizes})
     return {
         "data": analysis.config.data.name,
         "read": _values(counted, "steps all_steps samples share lookups")
         | {"stopped": counted.stopped_by is not None, "in_order_of_files": analysis.files_order},
-        "tables": [profile.values(worlds) for profile in counted.profiles],
+        "tables": [profile.values() for profile in counted.profiles],
         "advice": {
             **advice._asdict(),
             "target_hit_rate": target.wanted,
@@ -616,7 +604,7 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             "cases": [_outcome(estimate) for estimate in analysis.estimates],
         },
         "sizes": [
-            _values(point, "ratio bytes static static_distinct") | _outcome(point.estimate)
+            _values(point, "ratio bytes static") | _outcome(point.estimate)
             for point in analysis.points
         ],
         "simulated": [
@@ -630,7 +618,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     case, names = outcome.case, "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct"
     policy = None if case.policy is None else vars(case.policy)
     about = vars(case) | {"label": case.label, "policy": policy}
-    return about | _values(outcome, f"{names} fetched written_back tight_steps seconds")
+    return about | _values(outcome, f"{names} fetched written_back tight_steps")
 
 
 def _values(of: object, names: str) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -86,8 +85,7 @@ class Outcome:
     """What a case came to: the counts of `GroupCounts` by group and, by the same names, of all.
 
     `refused`: why training would refuse it, with nothing counted then; `tight_steps`: steps that
-    found too few unheld slots, whose moves start later than P allows; `seconds`: what replaying it
-    took.
+    found too few unheld slots, whose moves start later than P allows.
     """
 
     case: Case
@@ -95,7 +93,6 @@ class Outcome:
     groups: tuple[GroupCounts, ...]
     refused: str | None = None
     tight_steps: int = 0
-    seconds: float = field(default=0.0, compare=False)
 
     ids = _over_groups("ids")
     lookups_hit = _over_groups("lookups_hit")
@@ -319,11 +316,9 @@ def refusal(traces: Sequence[Trace], case: Case) -> str | None:
 
 def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) -> Outcome:
     """One case over all groups."""
-    started = time.perf_counter()
     refused, groups = refusal(traces, case), []
     if refused is not None:
-        none = tuple(GroupCounts() for _ in traces)
-        return Outcome(case, 0, none, refused, seconds=time.perf_counter() - started)
+        return Outcome(case, 0, tuple(GroupCounts() for _ in traces), refused)
     training = traces[0].training
     tight = np.zeros(len(training), dtype=bool)
     for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
@@ -347,8 +342,8 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
             counted.update(counts)
             tight |= (latest >= np.arange(trace.steps) - case.prefetch) & (latest >= 0)
         groups.append(GroupCounts(trace.ids, **counted))
-    steps, seconds = int(training.sum()), time.perf_counter() - started
-    return Outcome(case, steps, tuple(groups), None, int(tight[training].sum()), seconds)
+    steps = int(training.sum())
+    return Outcome(case, steps, tuple(groups), None, int(tight[training].sum()))
 
 
 def _count_home(

@@ -179,14 +179,13 @@ _TRIED = 513
 @dataclass(frozen=True)
 class SizePoint:
     """A cache of `ratio` of the rows: what the run comes to, and the best fixed set of as many rows
-    of each group (`static`: share of lookups, `static_distinct`: of a batch's distinct rows)."""
+    of each group (`static`: share of lookups)."""
 
     ratio: float
     slots: tuple[int, ...]
     bytes: int
     estimate: Outcome
     static: float
-    static_distinct: float
 
     @property
     def rate(self) -> float:
@@ -228,7 +227,7 @@ class SizeSearch:
             nbytes = self.sizes.bytes_of(slots, self.world_size)
             found = self.prediction.estimate(self.case(slots, self.world_size))
             static = fixed_set(self.profiles, self.sizes.members, slots)
-            self.known[slots] = SizePoint(ratio, slots, nbytes, found, *static)
+            self.known[slots] = SizePoint(ratio, slots, nbytes, found, static)
         return self.known[slots]
 
     def grid(self) -> list[SizePoint]:
@@ -254,19 +253,15 @@ class SizeSearch:
 
 def fixed_set(
     profiles: Sequence[TableProfile], groups: Sequence[Sequence[int]], slots: Sequence[int]
-) -> tuple[float, float]:
-    """The share of all lookups, and of a batch's distinct rows, on the most frequent rows of each
-    of the `groups` of tables, as many as its `slots`."""
-    held = np.zeros((2, 2))  # of both: on these rows, and on all
+) -> float:
+    """The share of all lookups on the most frequent rows of each of the `groups` of tables, as many
+    as its `slots`."""
+    held = 0.0
     for members, count in zip(groups, slots, strict=True):
-        own = [profiles[table] for table in members]
-        parts = most_frequent([profile.curve for profile in own], count, shared=True)
-        for profile, rows in zip(own, parts, strict=True):
-            curve = profile.curve
-            for what, values in enumerate((curve.counts, curve.touched(profile.batch_lookups))):
-                held[what] += [curve.held(values, of) for of in (rows, curve.distinct)]
-    lookups, distinct = (held[:, 0] / np.maximum(held[:, 1], 1e-300)).tolist()
-    return lookups, distinct
+        curves = [profiles[table].curve for table in members]
+        parts = most_frequent(curves, count, shared=True)
+        held += sum(c.held(c.counts, rows) for c, rows in zip(curves, parts, strict=True))
+    return held / sum(profile.curve.lookups for profile in profiles)
 
 
 def rounded_up(ratio: float) -> float:

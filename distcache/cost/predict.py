@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distcache.cost.cluster import Cluster, Compute, HostTimes
-from distcache.cost.demand import Demand, TableDemand
+from distcache.cost.demand import Demand
 from distcache.cost.traffic import (
     AT_HOME,
     CACHED,
@@ -489,7 +489,10 @@ def candidate_prefixes(demand: Demand, settings: Settings) -> list[dict[str, int
         return []
     found: list[dict[str, int]] = []
     for threshold in np.geomspace(max(likely) * 0.999, min(least), _THRESHOLDS):
-        rows = {t.name: prefix_above(t, float(threshold)) for t in demand.tables}
+        rows = {}  # of each table the longest prefix of rows that are as likely
+        for t in demand.tables:
+            likelier = int(np.append(t.rank >= threshold, False).argmin())
+            rows[t.name] = round(float(np.append(0.0, t.end)[likelier]))
         for group, slots in zip(demand.groups, settings.slots, strict=True):
             if sum(rows[t.name] for t in group.tables) > _MOST_OF_CACHE * slots:
                 return found
@@ -497,13 +500,6 @@ def candidate_prefixes(demand: Demand, settings: Settings) -> list[dict[str, int
         if any(rows.values()) and not whole and (not found or rows != found[-1]):
             found.append(rows)
     return found
-
-
-def prefix_above(table: TableDemand, threshold: float) -> int:
-    """The longest prefix of a table in which a rank touches rows with at least probability
-    `threshold`."""
-    likely = np.append(table.rank >= threshold, False)
-    return round(float(np.append(0.0, table.end)[int(likely.argmin())]))
 
 
 @dataclass(frozen=True)

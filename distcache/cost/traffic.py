@@ -415,8 +415,5 @@ def _draw(rows: np.ndarray, rate: np.ndarray, steps: int) -> list[np.ndarray]:
     row = (ends - whole)[bucket] + np.floor(rng.random(len(bucket)) * whole[bucket])
     step = rng.integers(0, steps, len(bucket))
     _, row = np.unique(row, return_inverse=True)
-    order = np.lexsort((row, step))
-    row, step = row[order], step[order]
-    first = np.append(True, (np.diff(row) != 0) | (np.diff(step) != 0))[: len(row)]
-    row, step = row[first], step[first]
+    step, row = np.divmod(np.unique(step * (len(row) + 1) + row), len(row) + 1)
     return np.split(row, np.searchsorted(step, np.arange(1, steps)))

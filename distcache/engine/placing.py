@@ -20,7 +20,7 @@ from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
 from distcache.planner.victims import AUTO, Policy
-from distcache.popularity.curve import top_rows
+from distcache.popularity.curve import Curve, most_frequent
 from distcache.popularity.slots import (
     MARGIN,
     Budget,
@@ -187,7 +187,8 @@ class CacheRequest:
         elif keys.replicated_rows is not None:
             counts = given_rows(keys.replicated_rows, known.tables, "cache.replicated_rows")
         else:
-            counts = rows_of_share(keys.replicated_share, known)
+            rows = max(1, round(keys.replicated_share * sum(t.rows for t in known.tables)))
+            counts = most_frequent(list(map(Curve.of, known.statistics.tables)), rows)
         return placed(self.state, kind, counts, known)
 
     def _cluster(self, world: World, measure: Callable[[], Cluster] | None) -> Cluster:
@@ -262,13 +263,6 @@ class CacheRequest:
         if pinned is not None:
             pinned = on_first(world, lambda: first_rows(*of, budget.steps - 1))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
-
-
-def rows_of_share(share: float, known: Known) -> list[int]:
-    """How many rows of each table are among the most frequent `share` of all rows."""
-    wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
-    return top_rows(counts, rows, wanted)
 
 
 def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:

@@ -131,7 +131,8 @@ class TableCounter:
         self._in_part = 0
 
     def result(self) -> TableCounts:
-        """Counts over all closed parts."""
+        """Counts of all parts, of which the last ends here."""
+        self.close_part()
         return TableCounts.of(self.feature, self._whole)
 
 
@@ -385,11 +386,12 @@ class TableProfile:
         """Share of the lookups on this share of the table's rows, the most frequent ones."""
         return self.curve.top(math.ceil(share * self.counts.rows))
 
-    def distinct_per_batch(self, world_size: int = 1) -> float:
-        """Expected distinct rows of a rank's slice of a batch; of the global batch at 1."""
-        return self.curve.expected(self.batch_lookups / world_size)
+    @property
+    def distinct_per_batch(self) -> float:
+        """Expected distinct rows of a global batch."""
+        return self.curve.expected(self.batch_lookups)
 
-    def values(self, world_sizes: Sequence[int]) -> dict[str, object]:
+    def values(self) -> dict[str, object]:
         """All of it as JSON values."""
         counts, drift = self.counts, self.drift
         return {
@@ -401,7 +403,7 @@ class TableProfile:
             "zipf": vars(self.fit),
             "rows_alike": self.curve.alike,
             "lookups_per_batch": self.batch_lookups,
-            "distinct_per_batch": {str(w): self.distinct_per_batch(w) for w in world_sizes},
+            "distinct_per_batch": self.distinct_per_batch,
             "drift": {name: getattr(drift, name) for name in ("hot_rows", "own", "next", "far")}
             | {"kept": drift.kept(), "kept_far": drift.kept_far()},
         }

@@ -447,7 +447,7 @@ def report_slots(
     sizes = [hot * (table.width(itemsize) + state) * itemsize for hot, table, state in pairs]
     for place in sorted(range(len(tables)), key=lambda place: -sizes[place]):
         table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]
-        named = counted.lookups_of_hottest(hot) / max(counted.lookups, 1)
+        named = Curve.of(counted).top(hot)
         lines.append(
             f"{table.name:<24} {table.rows:>13,} {hot:>11,} {hot / table.rows:>7.2%} "
             f"{named:>8.1%}  {describe_bytes(sizes[place])}"

@@ -101,23 +101,18 @@ class TableCounts:
         """At most `rows` ids, the most frequent first; int64."""
         return self.order[:rows]
 
-    def lookups_of_hottest(self, rows: int) -> int:
-        """Lookups of the `rows` most frequent ids."""
-        return int(self.dense()[self.hottest(rows)].sum())
-
 
 @dataclass(frozen=True)
 class Statistics:
     """Counts of all tables of a data source.
 
     `vocabulary`: how its values became ids, as text (see `vocabulary_of`); `samples`: how many
-    samples were counted; `share`: of all that there are (1.0: all, or as many as were asked for).
+    samples were counted.
     """
 
     tables: tuple[TableCounts, ...]
     vocabulary: str
     samples: int
-    share: float = 1.0
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -166,7 +161,6 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
         "fingerprint": statistics.fingerprint,
         "vocabulary": statistics.vocabulary,
         "samples": statistics.samples,
-        "share": statistics.share,
         "tables": described,
     }
     write_json(folder / NAME, values)
@@ -215,7 +209,7 @@ def _read_own(folder: Path, key: str) -> Statistics:
             if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
                 raise ValueError(f"{name} has other entries than counts")
             tables.append(TableCounts(counts=counts, **{key: about[key] for key in _PLAIN}))
-        return Statistics(tuple(tables), values["vocabulary"], values["samples"], values["share"])
+        return Statistics(tuple(tables), values["vocabulary"], values["samples"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{key}={folder}: the statistics are damaged ({error}): count again with python -m "

@@ -98,7 +98,7 @@ class Counted:
     def statistics(self) -> Statistics:
         """The counts, as `cache.statistics` reads them."""
         tables = tuple(profile.counts for profile in self.profiles)
-        return Statistics(tables, self.vocabulary, self.samples, self.share)
+        return Statistics(tables, self.vocabulary, self.samples)
 
 
 def sampled_steps(source: BatchSource, steps: int, share: float | None) -> list[int]:
@@ -145,8 +145,6 @@ def count_source(
                     counter.close_part()
             sizes[size] = sizes.get(size, 0) + 1
             bar.update(1)
-    for counter in counters:
-        counter.close_part()
     samples = sum(size * number for size, number in sizes.items())
     largest = max(sizes, default=0)
     profiles = tuple(TableProfile(c.result(), samples, largest, c.drift) for c in counters)

@@ -42,14 +42,14 @@ from distcache.trace import Trace
 def statistics() -> Statistics:
     dense = TableCounts("a", 4, 111, 3, np.array([1, 100, 0, 10], dtype=np.uint32))
     sparse = TableCounts("b", 10, 12, 2, np.array([5, 5]), np.array([3, 9]))
-    return Statistics((dense, sparse), "ids", 100, 0.5)
+    return Statistics((dense, sparse), "ids", 100)
 
 
 def test_what_is_written_is_read(tmp_path: Path, statistics: Statistics) -> None:
     write_statistics(tmp_path, statistics)
     found = read_statistics(tmp_path)
     assert found.fingerprint == statistics.fingerprint
-    assert (found.samples, found.share, found.vocabulary) == (100, 0.5, "ids")
+    assert (found.samples, found.vocabulary) == (100, "ids")
     nothing = np.empty(0)
     for one, other in zip(found.tables, statistics.tables, strict=True):
         assert one.dense().tolist() == other.dense().tolist()
@@ -80,12 +80,6 @@ def test_missing_and_damaged_statistics(tmp_path, statistics, values, message) -
     np.save(tmp_path / "counts/0.npy", values)
     with pytest.raises(DataError, match=f"{message}.*count again"):
         read_statistics(tmp_path)
-
-
-def test_lookups_of_the_hottest(statistics: Statistics) -> None:
-    found = [statistics.tables[0].lookups_of_hottest(rows) for rows in (0, 1, 2, 4, 9)]
-    assert found == [0, 100, 110, 111, 111]
-    assert [statistics.tables[1].lookups_of_hottest(rows) for rows in (0, 1, 3)] == [0, 5, 10]
 
 
 def test_classes_rise_with_counts(statistics: Statistics) -> None:
@@ -223,7 +217,7 @@ def test_fewer_bytes_are_fetched_than_with_a_proportional_split(policy: str) -> 
     for index, spec in enumerate(tables):
         ids = np.concatenate([step[index] for step in before])
         each.append(counted(spec.features[0], np.bincount(ids, minlength=spec.rows)))
-    statistics = Statistics(tuple(each), "ids", 300 * batch, share=0.5)
+    statistics = Statistics(tuple(each), "ids", 300 * batch)
     budget = Budget(None, None, 90_000, 4, 1, batch)
 
     def fetched_bytes(plan: SlotPlan) -> int:
