@@ -311,7 +311,7 @@ def _cached(
         shared, own = split_slots(slots, *homes, world) if cold.rows else (slots, 0)
         parts += [Part(hot, shared, True), Part(cold, own, False)]
     parts.sort(key=lambda part: not part.copied)
-    hits, exchanges, host_in, host_out = Hits(0.0, 0.0, 0.0), list[Exchange](), 0.0, 0.0
+    found, exchanges, host_in, host_out = list[Hits](), list[Exchange](), 0.0, 0.0
     for part in parts:
         ahead = (settings.window, settings.prefetch, settings.steps)
         own = expected_hits(part.rows, part.slots * (1 if part.copied else world), *ahead)
@@ -324,7 +324,8 @@ def _cached(
         row = part.rows.row_bytes(item, part.rows.state_width)
         host_in += own.fetched / world * row
         host_out += own.written_back / world * row
-        hits += own
+        found.append(own)
+    hits = Hits(*map(sum, zip(*found, strict=True)))
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     threads, index = host_seconds(demand, cluster.threads, parts, hits, placement)
@@ -418,19 +419,11 @@ _CLEARLY = 0.01
 """`mixed` has a parameter to go wrong: it is chosen where it saves at least this share."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The placement to use: `predictions` of all that were compared, the chosen one first; `why`:
-    in a sentence."""
-
-    predictions: tuple[Prediction, ...]
-    why: str
-
-
 def choose_placement(
     demand: Demand, cluster: Cluster, settings: Settings, objective: str = "time"
-) -> Choice:
-    """The placement of cached rows with the lowest predicted cost on `cluster`.
+) -> tuple[Prediction, str]:
+    """The placement of cached rows with the lowest predicted cost on `cluster`, and why, in a
+    sentence.
 
     `demand`: of one step, by `demand_at`; `objective`: `time` or `bytes`. Compares sharded,
     replicated and mixed at its best K. Placements that would be refused (too few slots, too little
@@ -451,7 +444,7 @@ def choose_placement(
         digits = max(2, min(9, 2 - math.floor(math.log10(cost or 1.0))))
         texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
     why = f"predicted {unit}: {', '.join(texts)}"
-    return Choice(tuple(order), why)
+    return best, why
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -273,8 +274,7 @@ def hybrid_memory(
 # `replay` counts what this estimates.
 
 
-@dataclass(frozen=True)
-class Hits:
+class Hits(NamedTuple):
     """Per step, over all homes: `touched` distinct rows, of which `fetched` are missing, and
     `written_back` rows that leave for them."""
 
@@ -286,10 +286,6 @@ class Hits:
     def rate(self) -> float:
         """Hit rate of distinct rows; 1 where none is touched."""
         return 1.0 - self.fetched / self.touched if self.touched else 1.0
-
-    def __add__(self, other: Hits) -> Hits:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Hits(*(one + more for one, more in pairs))
 
 
 def expected_hits(

@@ -14,7 +14,7 @@ from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.demand import Demand, counted_sources, demand_at
-from distcache.cost.predict import Choice, Settings, best_mixed, choose_placement
+from distcache.cost.predict import Prediction, Settings, best_mixed, choose_placement
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
@@ -179,10 +179,10 @@ class CacheRequest:
         """By prediction where there is a `cluster`, else as many rows as are given."""
         keys, kind = self.keys, MIXED
         if cluster is not None:
-            choice = self.choose(known, cluster)
-            kind, rows = choice.predictions[0].placement, choice.predictions[0].replicated_rows
+            best, why = self.choose(known, cluster)
+            kind, rows = best.placement, best.replicated_rows
             chosen = "" if keys.placement == kind else f" is {kind}"
-            log.info("cache.placement=%s%s: %s", keys.placement, chosen, choice.why)
+            log.info("cache.placement=%s%s: %s", keys.placement, chosen, why)
             counts = [rows.get(table.name, 0) for table in known.tables]
         elif keys.replicated_rows is not None:
             counts = given_rows(keys.replicated_rows, known.tables, "cache.replicated_rows")
@@ -210,8 +210,9 @@ class CacheRequest:
 
         return on_first(world, described)
 
-    def choose(self, known: Known, cluster: Cluster) -> Choice:
-        """The placement that the objective makes best; of `mixed`, the best rows to replicate."""
+    def choose(self, known: Known, cluster: Cluster) -> tuple[Prediction, str]:
+        """The placement that the objective makes best, and why; of `mixed`, the best rows to
+        replicate."""
         settings = Settings(
             tuple(known.slots),
             self.state,
@@ -231,8 +232,7 @@ class CacheRequest:
                 "not fit is refused. cache.placement=sharded has all slots for its rows",
                 best.refused,
             )
-        why = f"the best rows to replicate, by {self.objective}"
-        return Choice((best,), why)
+        return best, f"the best rows to replicate, by {self.objective}"
 
     def _demand(self, known: Known, cluster: Cluster) -> Demand:
         """What a step needs of each rank, from the statistics."""

@@ -221,8 +221,6 @@ class HotColdSource:
             )
         self.source, self.hot, self._show, self._world = source, hot, show, world
         self._epochs: dict[int, dict[str, KindSamples]] = {}
-        self.features, self.table_rows = source.features, source.table_rows
-        self.dense_features = source.dense_features
         self._warn()
 
     def __getattr__(self, name: str) -> Any:

@@ -110,17 +110,18 @@ def test_a_few_steps_are_enough_to_choose() -> None:
     """As the first batches are, where no statistics are given."""
     found, law = counted(draw(3, 9, 2), 3), demand(3)
     for objective in ("time", "bytes"):
-        choices = [choose_placement(d, cluster(3), settings(3000), objective) for d in (found, law)]
-        one, other = (choice.predictions[0].placement for choice in choices)
-        assert one == other
-    costs = [choice.predictions[0].cost["bytes"] for choice in choices]
+        one, other = (
+            choose_placement(d, cluster(3), settings(3000), objective)[0] for d in (found, law)
+        )
+        assert one.placement == other.placement
+    costs = [choice.cost["bytes"] for choice in (one, other)]
     assert costs[0] == pytest.approx(costs[1], rel=0.05)
     hits = [expected_hits(d.groups[0], 2000, 8, 1) for d in (counted(draw(3, 30, 2), 3), law)]
     assert hits[0].touched == pytest.approx(hits[1].touched, rel=0.05)
     assert hits[0].rate == pytest.approx(hits[1].rate, abs=0.01)
     one = counted(draw(3, 1, 2), 3)  # which says nothing of the next step
     assert one.rank_rows > 0 and all(table.reuse is None for table in one.tables)
-    assert choose_placement(one, cluster(3), settings(3000)).predictions
+    assert choose_placement(one, cluster(3), settings(3000))[0].refused is None
 
 
 def test_tables_of_one_width_are_a_group() -> None:

@@ -144,9 +144,9 @@ def test_the_choice_and_the_crossovers_know_the_host() -> None:
         return [(found.before, found.old, found.new) for found in crossovers(points)]
 
     for times, best in ((HostTimes(), REPLICATED), (slow, SHARDED)):
-        found = choose_placement(demand(4), there(4, times), warm)
-        assert found.predictions[0].placement == best
-        assert found.why.startswith(f"predicted ms per step: {best} ")
+        found, why = choose_placement(demand(4), there(4, times), warm)
+        assert found.placement == best
+        assert why.startswith(f"predicted ms per step: {best} ")
     assert changes(HostTimes()) != changes(slow)
 
 

@@ -152,9 +152,9 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
 def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, caplog) -> None:
     config, source, tables = parts("cache.placement=mixed", "cache.state=home")
     facts = Known(tables, slots, read_window(source, tables, 4))
-    choice = request_of(config).choose(facts, Cluster(2, Link(1e9), Link(1e9)))
-    assert choice.predictions[0].placement == "mixed"
-    assert bool(choice.predictions[0].refused) == warned
+    best, _ = request_of(config).choose(facts, Cluster(2, Link(1e9), Link(1e9)))
+    assert best.placement == "mixed"
+    assert bool(best.refused) == warned
     assert ("cache.placement=sharded has all slots" in caplog.text) == warned
 
 
