@@ -31,6 +31,7 @@ from distcache.cli.analyze_run import (
     Target,
     analyze,
     check_line,
+    rows_by_table,
 )
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
 from distcache.cli.run import (
@@ -47,7 +48,7 @@ from distcache.cli.run import (
 )
 from distcache.comm.rendezvous import Place
 from distcache.data.files import write_json
-from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
+from distcache.popularity.curve import TOP_SHARES, TableProfile
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Outcome
 from distcache.trainer.prediction import Sizes
@@ -279,11 +280,7 @@ def advise(analysis: Analysis) -> Advice:
     parts += holds_that_bind([point.estimate, *analysis.simulated])
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
-    rows = [0] * len(profiles)  # of each table if each group's slots hold its most frequent rows
-    for members, count in zip(sizes.members, point.slots, strict=True):
-        curves = [profiles[table].curve for table in members]
-        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
-            rows[table] = round(part)
+    rows = [round(own) for own in rows_by_table(profiles, sizes.members, point.slots)]
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
     named = ", ".join(
         f"{profiles[t].counts.table} {rows[t] / max(sum(rows), 1):.0%}" for t in largest if rows[t]

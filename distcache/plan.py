@@ -22,7 +22,7 @@ from distcache.cli.compose import Line, run_command
 from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, parse_request
 from distcache.cli.run import Table, describe_environment, human_bytes, open_folder, write_report
 from distcache.cost.cluster import Cluster, write_cluster
-from distcache.cost.predict import Crossover, Point, Prediction
+from distcache.cost.predict import Point, Prediction, crossovers
 from distcache.cost.traffic import CACHED, HYBRID, MIXED, REPLICATED, SHARDED
 from distcache.trainer.record import plain
 
@@ -70,7 +70,7 @@ def traffic_table(point: Point) -> Table:
     """What each layout sends and holds."""
     refused = "".join(f" {label(p)}: {p.refused}." for p in point.predictions if p.refused)
     return Table.of(
-        f"Rows and bytes at {point.world_size} ranks",
+        f"Rows and bytes at {point.cluster.ranks} ranks",
         "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
         "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
         "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
@@ -106,7 +106,7 @@ def time_table(point: Point) -> Table:
         **{"planner": "planner", "mover": "mover"},
     }
     return Table.of(
-        f"Step time at {point.world_size} ranks",
+        f"Step time at {point.cluster.ranks} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
         "compute waits for + what network, host link or a thread of the host take longer than "
         "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
@@ -140,7 +140,7 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
         f"The objective, {unit}, with the same batch, slots and device on every rank, and as many "
         "ranks on a node as asked for. *: the winner; (...): does not fit, and cannot win.",
         [
-            ("ranks", lambda point: f"{point.world_size:,}"),
+            ("ranks", lambda point: f"{point.cluster.ranks:,}"),
             ("nodes", lambda point: f"{point.cluster.nodes:,}"),
             *((name_of(name), partial(cell, name)) for name in names),
         ],
@@ -148,8 +148,9 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
     )
 
 
-def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
+def crossover_text(points: Sequence[Point]) -> str:
     """The crossovers in sentences."""
+    found = crossovers(points)
     winners = [name_of(p.best.placement) for p in points if p.best is not None]
     if not winners:
         return "Nothing fits at any number of ranks."
@@ -210,7 +211,7 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
             lines.write(json.dumps(plain(record)) + "\n")
     tables = [traffic_table(plan.here), time_table(plan.here)]
     tables.append(sweep_table(plan.points, plan.request.options.objective))
-    crossings = crossover_text(plan.points, plan.crossovers)
+    crossings = crossover_text(plan.points)
     paste = [*overrides, f"# python -m distcache.train $(cat {OVERRIDES}) ..."]
     parts = ["# Predicted layouts", "## Advice", advice(plan)]
     parts += ["```\n" + "\n".join(paste) + "\n```"]
@@ -251,7 +252,7 @@ def advice(plan: Plan) -> str:
         return "Nothing fits: give more cache rows or device memory, or a smaller batch."
     name = label(best)
     cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
-    ranks, least = plan.here.world_size, options.objective
+    ranks, least = plan.here.cluster.ranks, options.objective
     text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
     text += f" What binds its step: {best.time.binds}."
     if best.placement == MIXED and not options.statistics:
@@ -270,7 +271,7 @@ def records(plan: Plan) -> list[dict[str, Any]]:
         for point in points
         for prediction in point.predictions
     ]
-    return found + [{"kind": "crossover", **own._asdict()} for own in plan.crossovers]
+    return found + [{"kind": "crossover", **own._asdict()} for own in crossovers(plan.points)]
 
 
 def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
@@ -278,7 +279,7 @@ def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
     inside, between = traffic.by_link(point.cluster)
     return {
         "placement": prediction.placement,
-        "world_size": point.world_size,
+        "world_size": point.cluster.ranks,
         "nodes": point.cluster.nodes,
         "best": prediction is point.best,
         "refused": prediction.refused,

@@ -226,7 +226,10 @@ class SizeSearch:
         if slots not in self.known:
             nbytes = self.sizes.bytes_of(slots, self.world_size)
             found = self.prediction.estimate(self.case(slots, self.world_size))
-            static = fixed_set(self.profiles, self.sizes.members, slots)
+            fixed = rows_by_table(self.profiles, self.sizes.members, slots)
+            curves = [profile.curve for profile in self.profiles]
+            static = sum(c.held(c.counts, n) for c, n in zip(curves, fixed, strict=True))
+            static /= sum(curve.lookups for curve in curves)
             self.known[slots] = SizePoint(ratio, slots, nbytes, found, static)
         return self.known[slots]
 
@@ -251,17 +254,18 @@ class SizeSearch:
         return Target(wanted, whole, point)
 
 
-def fixed_set(
+def rows_by_table(
     profiles: Sequence[TableProfile], groups: Sequence[Sequence[int]], slots: Sequence[int]
-) -> float:
-    """The share of all lookups on the most frequent rows of each of the `groups` of tables, as many
-    as its `slots`."""
-    held = 0.0
+) -> list[float]:
+    """How many rows of each table are among the most frequent ones of its group of tables, as many
+    as that has `slots`."""
+    found = [0.0] * len(profiles)
     for members, count in zip(groups, slots, strict=True):
         curves = [profiles[table].curve for table in members]
         parts = most_frequent(curves, count, shared=True)
-        held += sum(c.held(c.counts, rows) for c, rows in zip(curves, parts, strict=True))
-    return held / sum(profile.curve.lookups for profile in profiles)
+        for table, rows in zip(members, parts, strict=True):
+            found[table] = rows
+    return found
 
 
 def rounded_up(ratio: float) -> float:

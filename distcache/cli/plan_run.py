@@ -38,11 +38,9 @@ from distcache.cost.cluster import (
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import (
     OBJECTIVES,
-    Crossover,
     Point,
     Settings,
     compare,
-    crossovers,
 )
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.errors import DistcacheError
@@ -58,7 +56,7 @@ from distcache.trainer.plan_cache import measure
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
 
-_STATES, _DATA_TYPES = ("auto", "replicated", "home"), ("FP32", "FP16", "BF16")
+_STATES = ("auto", "replicated", "home")
 _LEAST_MEMORY = 1e3
 """Bytes of a device; fewer were meant to be of another unit."""
 
@@ -74,7 +72,7 @@ class Options:
     bag_size: list[float] = option([1.0], "ids of a sample in each table, or one for all")
     width: list[int] = option([16], "width D of each table, or one for all")
     data_type: str = option(
-        "FP32", "rows as stored, cached and moved: FP32, FP16 or BF16", choice=_DATA_TYPES
+        "FP32", "of rows as stored, cached and moved", choice=("FP32", "FP16", "BF16")
     )
     batch: int = option(2048, "samples of one rank and step (b)", least=1)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -340,7 +338,6 @@ class Plan:
     request: Request
     here: Point
     points: list[Point]
-    crossovers: list[Crossover]
     warnings: list[str]
 
 
@@ -360,7 +357,7 @@ def make_plan(request: Request) -> Plan:
             f"{short} of {len(request.sources)} tables: their distinct rows of all ranks are "
             "a lower bound there; count more samples"
         )
-    return Plan(request, here, points, crossovers(points), warnings)
+    return Plan(request, here, points, warnings)
 
 
 if __name__ == "__main__":

@@ -505,11 +505,6 @@ class Point:
     predictions: tuple[Prediction, ...]
     best: Prediction | None
 
-    @property
-    def world_size(self) -> int:
-        """W."""
-        return self.cluster.ranks
-
     def of(self, placement: str) -> Prediction | None:
         """The prediction of a placement; None where it was not made."""
         return next((p for p in self.predictions if p.placement == placement), None)
@@ -546,7 +541,7 @@ class Crossover(NamedTuple):
 def crossovers(points: Sequence[Point]) -> list[Crossover]:
     """Where the winner changes from one point to the next."""
     return [
-        Crossover(one.world_size, other.world_size, one.best.placement, other.best.placement)
+        Crossover(one.cluster.ranks, other.cluster.ranks, one.best.placement, other.best.placement)
         for one, other in itertools.pairwise(points)
         if one.best and other.best and one.best.placement != other.best.placement
     ]

@@ -121,11 +121,6 @@ def split(exchange: Exchange, cluster: Cluster) -> tuple[float, float]:
     return exchange.nbytes * (1 - leaving), exchange.nbytes * leaving
 
 
-def remote_share(world_size: int) -> float:
-    """k: the share of rows whose home is another rank."""
-    return (world_size - 1) / world_size
-
-
 AT_HOME = "home"
 """The optimizer state of replicated rows lies at their homes alone."""
 
@@ -137,7 +132,7 @@ def replicated_exchanges(
 
     Rows are fetched with their state unless that lies at home, which sends back sums, or rows.
     """
-    k, gradient = remote_share(world_size), group.dim * itemsize
+    k, gradient = (world_size - 1) / world_size, group.dim * itemsize
     filled = group.row_bytes(itemsize, 0 if state == AT_HOME else group.state_width)
     back = group.row_bytes(itemsize) if state == AT_HOME else gradient
     return [
@@ -157,7 +152,7 @@ def sharded_exchanges(
     others.
     """
     row, gradient = group.row_bytes(itemsize), group.dim * itemsize
-    k, local = remote_share(world_size), world_size // nodes
+    k, local = (world_size - 1) / world_size, world_size // nodes
     stages = {
         "late_rows": (group.late_rows, group.late_node_rows),
         "early_rows": (group.rank_rows - group.late_rows, group.node_rows - group.late_node_rows),
@@ -176,7 +171,7 @@ def sharded_exchanges(
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
     """A hybrid layout of `HYBRID`, whose tables are read by one feature each."""
     world, batch = demand.world_size, demand.batch
-    k = remote_share(world)
+    k = (world - 1) / world
     cut, whole, tables = 0.0, 0.0, 0
     for group in demand.groups:
         in_rows, kept = _cut(group, layout, world)
@@ -209,7 +204,7 @@ def _cut(
 
 def dense_exchange(parameters: int, world_size: int, itemsize: int = 4) -> Exchange:
     """The all-reduce of the dense gradients."""
-    nbytes = 2 * remote_share(world_size) * parameters * itemsize
+    nbytes = 2 * (world_size - 1) / world_size * parameters * itemsize
     return Exchange(DENSE, nbytes, pattern=TREE)
 
 

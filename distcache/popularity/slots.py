@@ -129,9 +129,8 @@ def cache_slots(
     rounded up to it, `bytes` down, as it is a bound; at least W, at most W * ceil(V / W) (a cache
     larger than the tables is capped, and logged).
     """
-    given = {"rows": rows, "ratio": ratio, "bytes": bytes}
-    given = {key: value for key, value in given.items() if value is not None}
-    key, value = next(iter(given.items()), ("", 0))
+    given = (("rows", rows), ("ratio", ratio), ("bytes", bytes))
+    key, value = next(((key, size) for key, size in given if size is not None), ("", 0))
     all_rows = sum(v for v, _, _ in groups)
     full = [-(-v // world_size) * world_size for v, _, _ in groups]
     largest = {"rows": all_rows, "bytes": cache_bytes(full, groups, itemsize)}

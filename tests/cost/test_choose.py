@@ -143,7 +143,7 @@ def test_a_sweep_finds_where_the_winner_changes() -> None:
     changes = crossovers(points)
     for found in changes:
         assert found.after == 2 * found.before
-        there = next(p for p in points if p.world_size == found.before)
+        there = next(p for p in points if p.cluster.ranks == found.before)
         assert there.best is not None and there.best.placement == found.old != found.new
     winners = [point.best.placement for point in points if point.best is not None]
     assert sum(a != b for a, b in itertools.pairwise(winners)) == len(changes) > 0

@@ -10,7 +10,6 @@ from cost_cases import BAGS, BATCH, cluster, demand, settings
 
 from distcache.cli import host_times
 from distcache.cli.compose import read_line
-from distcache.cli.host_times import fit
 from distcache.cli.plan_run import Options, parse_request
 from distcache.comm.world import close_world, open_world
 from distcache.cost.cluster import (
@@ -34,6 +33,7 @@ from distcache.cost.predict import (
     predict,
 )
 from distcache.cost.traffic import REPLICATED, RESIDENT, SHARDED, TABLE_WISE
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 
 
@@ -170,16 +170,6 @@ def test_the_table_has_every_time() -> None:
     assert 0 < HOST.serial < 1
 
 
-def test_times_are_fitted_and_none_is_negative() -> None:
-    counts = [[1.0, 1e5, 3e4], [1.0, 4e5, 7e4], [1.0, 1e5, 5e4], [1.0, 2e5, 9e4]]
-    true = [1e-4, 2e-8, 3e-8]
-    seconds = [sum(a * b for a, b in zip(row, true, strict=True)) for row in counts]
-    assert fit(counts, seconds) == pytest.approx(true)
-    falling = [2e-3, 5e-4, 1.9e-3, 1.2e-3]  # the more ids, the less
-    found = fit(counts, falling)
-    assert min(found) == 0 < max(found)
-
-
 def test_a_device_computes_at_what_kernels_reach() -> None:
     """Of 16,384 samples of DLRM's 502,000 parameters and 26 features of width 64, an H100 moves
     2.2 GB at 2.7 TB/s and does 49 billion operations at 45 TFLOP/s, next to nothing beside."""
@@ -199,7 +189,8 @@ def test_all_that_planner_threads_share_is_counted(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(host_times.Counted, "each", each)
     world = open_world("cpu")
-    counts, seconds, serial = host_times.time_planner(world, [900, 40], 64)
+    source = SyntheticSource(SyntheticSpec([900, 40], global_batch_size=64))
+    counts, seconds, serial = host_times.time_planner(world, source)
     close_world(world)
     assert shared >= {"name_span", "divide_span", "advance", "order_ids"}
-    assert 0 < serial < 1 and seconds > 0 and counts[1] == 128
+    assert 0 < serial < 1 and seconds > 0 and counts["id_s"] == 128
