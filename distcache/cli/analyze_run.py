@@ -80,12 +80,10 @@ class Options:
     @property
     def chosen_policies(self) -> list[Policy]:
         """`policies` without their windows. Raises ConfigError for one that there is not."""
-        if list(self.policies) == ["all"]:
-            others = (name for name in POLICIES if name != "lookahead")
-            return [*(Policy(tail=tail) for tail in TAILS), *map(Policy, others)]
-        found = []
-        for name in self.policies:
-            one_of("analyze.policies", name, [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)])
+        known, found = [*(f"lookahead-{tail}" for tail in TAILS), *POLICIES], []
+        every = [name for name in known if name != "lookahead"]
+        for name in every if list(self.policies) == ["all"] else self.policies:
+            one_of("analyze.policies", name, known)
             policy, _, tail = name.partition("-")
             found.append(Policy(policy, tail or DEFAULT.tail))
         return found

@@ -220,6 +220,7 @@ class HotColdSource:
                 "data.batching=as_is"
             )
         self.source, self.hot, self._show, self._world = source, hot, show, world
+        self._samples = source.samples_per_epoch
         self._epochs: dict[int, dict[str, KindSamples]] = {}
         self._warn()
 
@@ -292,10 +293,6 @@ class HotColdSource:
         part = (low, min(high, self._samples))
         found = together(world, lambda: classify(self.source, self.hot, epoch, part, self._show))
         return np.concatenate(found)
-
-    @property
-    def _samples(self) -> int:
-        return self.source.samples_per_epoch or 0
 
     def _warn(self) -> None:
         if not self._show:

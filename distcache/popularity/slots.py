@@ -151,8 +151,14 @@ def cache_slots(
     elif key == "rows":
         wanted = [-(-int(value) * v // all_rows) for v, _, _ in groups]
     else:
-        wanted = _split_bytes(int(value), groups, full, itemsize)
-        wanted = [slots // world_size * world_size for slots in wanted]
+        wanted, left, rest = list(full), int(value), all_rows
+        sizes = [(dim + state) * itemsize for _, dim, state in groups]
+        # Those come first that are full first, whose rows take least: the others split the rest.
+        for g in sorted(range(len(groups)), key=lambda g: full[g] * sizes[g] / groups[g][0]):
+            share = left * groups[g][0] // rest
+            wanted[g] = min(share // sizes[g], full[g]) // world_size * world_size
+            left -= min(share, full[g] * sizes[g])
+            rest -= groups[g][0]
     return [
         min(max(-(-slots // world_size) * world_size, world_size), most)
         for slots, most in zip(wanted, full, strict=True)
@@ -174,24 +180,6 @@ def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], it
     """Device bytes of one rank's slots of all groups, rows and optimizer state."""
     pairs = zip(slots, groups, strict=True)
     return sum(count * (dim + state) * itemsize for count, (_, dim, state) in pairs)
-
-
-def _split_bytes(
-    budget: int, groups: Sequence[tuple[int, int, int]], full: Sequence[int], itemsize: int
-) -> list[int]:
-    """Slots of each group for `budget` bytes split by rows; at most its `full` count.
-
-    A full group takes only what its rows need, and the others split the rest by their rows: those
-    that are full first, whose rows take least, come first.
-    """
-    slots, rows = list(full), sum(v for v, _, _ in groups)
-    size = [(dim + state) * itemsize for _, dim, state in groups]
-    for g in sorted(range(len(groups)), key=lambda g: full[g] * size[g] / groups[g][0]):
-        share = budget * groups[g][0] // rows
-        slots[g] = min(share // size[g], full[g])
-        budget -= min(share, full[g] * size[g])
-        rows -= groups[g][0]
-    return slots
 
 
 # -----------------------------------------------------------------------------
