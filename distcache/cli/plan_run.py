@@ -196,8 +196,8 @@ def parse_request(line: Line[Options]) -> Request:
     state = update.state_width(dim)
     compute = device_compute(options.device, dim, state, parameters, outputs)
     threads = host_of(options, HOST)
-    world = (options.world_size, *links, options.nodes, memory)
-    cluster = Cluster(*world, compute, threads=threads)
+    shape = (options.world_size, *links, options.nodes, memory)
+    cluster = Cluster(*shape, compute, threads=threads)
     if window == "auto":
         ids = options.batch * sum(source.lookups for source in sources)
         window = auto_lookahead(ids, options.prefetch)

@@ -204,14 +204,14 @@ class Cluster:
         for key, share in (("overlap", self.overlap), ("threads.serial", self.threads.serial)):
             if not 0 <= share <= 1:
                 raise ConfigError(f"{key}={share}: it is a share, from 0 to 1")
+        above = {"bandwidth": "bytes per second, such as 25e9", "planner_threads": "how many"}
         for part in _PARTS:
             for name, value in vars(getattr(self, part) or self.host).items():
-                more = name in ("bandwidth", "planner_threads")
-                number = isinstance(value, int | float) and math.isfinite(value)
-                if name != "name" and not (number and (value > 0 if more else value >= 0)):
-                    least = "above 0" if more else "at least 0"
-                    unit = "bytes per second, such as 25e9" if name == "bandwidth" else "seconds"
-                    raise ConfigError(f"{part}.{name}={value}: it must be {least}: give {unit}")
+                strange = not (isinstance(value, int | float) and math.isfinite(value))
+                if name != "name" and (strange or value < 0 or (value == 0 and name in above)):
+                    least = "above 0" if name in above else "at least 0"
+                    how = above.get(name, "seconds")
+                    raise ConfigError(f"{part}.{name}={value}: it must be {least}: give {how}")
 
     @property
     def local_ranks(self) -> int:
