@@ -29,21 +29,27 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.turns import shown, spread, take_turns
 from distcache.cli.compose import read_line
-from distcache.cli.host_times import fit, measure_host
+from distcache.cli.host_times import PLANNER, measure_host, time_planner
 from distcache.cli.plan_run import Options, parse_request
 from distcache.comm.rendezvous import find_place
-from distcache.cost.cluster import Cluster, HostTimes
+from distcache.comm.world import World
+from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
 from distcache.cost.predict import Prediction, Settings, predict
 from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
+from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 
 log = logging.getLogger("distcache.benchmarks.host")
 
 THREADS = ("training", "planning", "movement")
 """Those of `against_rank.role_of`."""
 
-PLANNER = ("planning_s", "id_s", "named_s", "decided_s", "fetched_s", "placed_s")
-"""The planner's times, as it takes them alone."""
+STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6))
+"""What planners alone plan: a share of the batch, and Zipf's exponent, so that more or fewer ids of
+a step are distinct."""
+
+ROOMS = (0, 2, 6)
+"""Steps whose rows their slots are for; 0: every row has a slot of its own, and none moves."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +97,47 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
         spec = spec_of(about["mode"], of_run, config, overrides)
         records += trained(options, spec, about)
     with opened_world("cpu") as world:
-        planner = measure_host(world, rows, options.batch, WIDTHS[0])
+        planner = replace(
+            measure_host(world, rows, options.batch, WIDTHS[0]),
+            **planner_times(world, rows, options.batch),
+        )
     planner = replace(planner, launch_s=1e-6 * options.launch_us)
     times = constants(options, rows, records, planner)
     numbers = {key: value for key, value in asdict(times).items() if key != "name"}
     records += [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
     return [*records, *steps_of(options, rows, times)]
+
+
+def planner_times(world: World, table_rows: Sequence[int], batch: int) -> dict[str, float]:
+    """`PLANNER`, fitted to a planner alone, in each room over each stream. Which share of a row's
+    time is its place in the plan stays that of the table."""
+    counts, seconds = [], []
+    for (share, zipf), room in product(STREAMS, ROOMS):
+        samples = max(1, round(share * batch))
+        source = SyntheticSource(SyntheticSpec(table_rows, zipf=zipf, global_batch_size=samples))
+        found, took, _ = time_planner(world, source, room)
+        counts.append([found[name] for name in PLANNER[:-1]])
+        seconds.append(took)
+    times = dict(zip(PLANNER, fit(counts, seconds), strict=False))
+    placed = times["named_s"] * HOST.placed_s / (HOST.named_s + HOST.placed_s)
+    return times | {"named_s": times["named_s"] - placed, "placed_s": placed}
+
+
+def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Seconds of each of the things counted, none below 0, that come nearest to all `seconds`, by
+    their ratios: least squares, where what would be negative is left out, the most negative
+    first."""
+    wanted = np.asarray(seconds, dtype=np.float64)
+    table = np.asarray(counts, dtype=np.float64) / wanted[:, None]
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
+    kept, found = list(range(table.shape[1])), np.zeros(table.shape[1])
+    while kept:
+        solved = np.linalg.lstsq(table[:, kept] / scale[kept], np.ones(len(wanted)), rcond=None)[0]
+        if solved.min() >= 0:
+            found[kept] = solved / scale[kept]
+            break
+        kept.pop(int(solved.argmin()))
+    return found.tolist()
 
 
 def runs_of(options: HostOptions) -> list[Record]:
@@ -273,8 +314,8 @@ SECTIONS = (
         "What the model takes from this",
         "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
-        "fitted to nine streams and caches without training beside them "
-        "(`distcache.cli.host_times`), and times one factor that the planners above have beside "
+        "fitted to nine streams and caches without training beside them (`time_planner` of "
+        "`distcache.cli.host_times`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `byte_s` and `moved_s` are from the table above, its least "
         "turns, and to `byte_s` comes what packing a byte for the device takes; `exchange_s` is "
         "what planners of several ranks take more on their cores: waiting for the others is in "

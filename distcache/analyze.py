@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from distcache.cli.analyze_run import (
     Target,
     analyze,
     check_line,
+    rows_by_table,
 )
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
 from distcache.cli.run import (
@@ -47,7 +48,7 @@ from distcache.cli.run import (
 )
 from distcache.comm.rendezvous import Place
 from distcache.data.files import write_json
-from distcache.popularity.curve import TOP_SHARES, TableProfile, most_frequent
+from distcache.popularity.curve import TOP_SHARES, TableProfile
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Outcome
 from distcache.trainer.prediction import Sizes
@@ -124,29 +125,19 @@ def access_table(profiles: Sequence[TableProfile]) -> Table:
     )
 
 
-def use_table(
-    profiles: Sequence[TableProfile], world_sizes: Sequence[int], advised: Sequence[int]
-) -> Table:
+def use_table(profiles: Sequence[TableProfile], advised: Sequence[int]) -> Table:
     """What each table means for batches and caches; `advised`: rows of each in the cache."""
-
-    def distinct(world: int, pair: tuple[TableProfile, int]) -> str:
-        return f"{pair[0].distinct_per_batch(world):,.1f}"
-
     return Table.of(
         "Batches, drift, and each table's share of the cache",
-        "Lookups of a global batch and the distinct rows expected in it (and in a rank's slice of "
-        "it); what the hot rows of one part of the stream (1 % of the table's, at most a tenth of "
-        "those that the part looks up) serve of the next part, and the first part's of the last, "
-        "in % of what that part's own hot rows serve; and the rows of "
-        "the advised cache that are this table's if it holds the most frequent ones, with their "
-        "share of the table (%).",
+        "Lookups of a global batch and the distinct rows expected in it; what the hot rows of one "
+        "part of the stream (1 % of the table's, at most a tenth of those that the part looks up) "
+        "serve of the next part, and the first part's of the last, in % of what that part's own "
+        "hot rows serve; and the rows of the advised cache that are this table's if it holds the "
+        "most frequent ones, with their share of the table (%).",
         [
             ("table", lambda pair: pair[0].counts.table),
             ("lookups", lambda pair: f"{pair[0].batch_lookups:,.1f}"),
-            *(
-                ("distinct rows" if w == 1 else f"of a rank of {w}", partial(distinct, w))
-                for w in sorted({1, *world_sizes})
-            ),
+            ("distinct rows", lambda pair: f"{pair[0].distinct_per_batch:,.1f}"),
             ("kept next", lambda pair: percent(pair[0].drift.kept(), 1)),
             ("kept far", lambda pair: percent(pair[0].drift.kept_far(), 1)),
             ("cache rows", lambda pair: f"{pair[1]:,}"),
@@ -162,7 +153,7 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
     return Table.of(
         "Hit rate by cache size",
         f"Slots per rank; what the run comes to with `{label}`: hits of lookups and of distinct "
-        "rows (%), rows fetched per step, from an empty cache on; and the same two rates of the "
+        "rows (%), rows fetched per step, from an empty cache on; and the hits of lookups of the "
         "best fixed set of rows, were it cached from the start. Sizes that a step does not fit in "
         "are left out.",
         [
@@ -172,11 +163,21 @@ def size_table(points: Sequence[SizePoint], sizes: Sizes) -> Table:
             ("hits of lookups", lambda p: percent(p.estimate.hit_rate_lookups)),
             ("of distinct rows", lambda p: percent(p.estimate.hit_rate)),
             ("fetched per step", lambda p: _per_step(p.estimate, "fetched")),
-            ("fixed set, lookups", lambda p: percent(p.static)),
-            ("distinct", lambda p: percent(p.static_distinct)),
+            ("fixed set", lambda p: percent(p.static)),
         ],
         points,
     )
+
+
+_COUNTS = (
+    ("slots per rank", lambda o: f"{sum(o.case.slots):,}"),
+    ("ranks", lambda o: str(o.case.world_size)),
+    ("hits of lookups", lambda o: percent(o.hit_rate_lookups)),
+    ("of distinct rows", lambda o: percent(o.hit_rate)),
+    ("fetched", lambda o: _per_step(o, "fetched")),
+    ("written back", lambda o: _per_step(o, "written_back")),
+)
+"""Columns of what a case comes to."""
 
 
 def prediction_table(analysis: Analysis) -> Table:
@@ -188,18 +189,13 @@ def prediction_table(analysis: Analysis) -> Table:
         how = f"{part}, and the rest taken to go on as the last quarter of them"
     table = Table.of(
         "What training will measure with this configuration",
-        "`hit_rate_lookups` and `hit_rate` (of distinct rows) of `summary.json`; distinct rows per "
-        "step as expected from the counts alone, and as replayed; rows fetched and written back "
-        f"per step. Through the planner that training runs: {how}.",
+        "`hit_rate_lookups` and `hit_rate` (of distinct rows) of `summary.json`, %; rows fetched "
+        "and written back per step; its distinct rows as expected from the counts alone, and as "
+        f"replayed. Through the planner that training runs: {how}.",
         [
-            ("ranks", lambda e: str(e.case.world_size)),
-            ("slots", lambda e: f"{sum(e.case.slots):,}"),
-            ("hit_rate_lookups", lambda e: f"{e.hit_rate_lookups or 0:.4f}"),
-            ("hit_rate", lambda e: f"{e.hit_rate or 0:.4f}"),
+            *_COUNTS,
             ("distinct, expected", lambda e: f"{expected:,.1f}"),
             ("distinct, replayed", lambda e: _per_step(e, "distinct")),
-            ("fetched", lambda e: _per_step(e, "fetched")),
-            ("written back", lambda e: _per_step(e, "written_back")),
         ],
         analysis.estimates,
     )
@@ -232,8 +228,8 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
         optimum = least.get((outcome.case.slots, outcome.case.world_size))
         return f"{outcome.fetched / optimum:.3f}" if optimum else "-"
 
-    def each(bytes: int, outcome: Outcome) -> str:
-        return human_bytes(bytes / max(outcome.steps, 1))
+    def moved(way: int, outcome: Outcome) -> str:
+        return human_bytes(outcome.bytes_moved(row_bytes)[way] / max(outcome.steps, 1))
 
     table = Table.of(
         "Simulated policies",
@@ -242,14 +238,9 @@ def simulation_table(outcomes: Sequence[Outcome], row_bytes: Sequence[int]) -> T
         "trace (the offline optimum). No tensors are made, but plans are those of training.",
         [
             ("policy", lambda o: o.case.label),
-            ("slots per rank", lambda o: f"{sum(o.case.slots):,}"),
-            ("ranks", lambda o: str(o.case.world_size)),
-            ("hits of lookups", lambda o: percent(o.hit_rate_lookups)),
-            ("of distinct rows", lambda o: percent(o.hit_rate)),
-            ("fetched", lambda o: _per_step(o, "fetched")),
-            ("written back", lambda o: _per_step(o, "written_back")),
-            ("bytes in", lambda o: each(o.host_to_device_bytes(row_bytes), o)),
-            ("bytes out", lambda o: each(o.device_to_host_bytes(row_bytes), o)),
+            *_COUNTS,
+            ("bytes in", partial(moved, 0)),
+            ("bytes out", partial(moved, 1)),
             ("of MIN", of_min),
         ],
         outcomes,
@@ -289,11 +280,7 @@ def advise(analysis: Analysis) -> Advice:
     parts += holds_that_bind([point.estimate, *analysis.simulated])
     if share > _MOSTLY:
         parts.append("That saves little: the lookups are spread over most of the rows.")
-    rows = [0] * len(profiles)  # of each table if each group's slots hold its most frequent rows
-    for members, count in zip(sizes.members, point.slots, strict=True):
-        curves = [profiles[table].curve for table in members]
-        for table, part in zip(members, most_frequent(curves, count, shared=True), strict=True):
-            rows[table] = round(part)
+    rows = [round(own) for own in rows_by_table(profiles, sizes.members, point.slots)]
     largest = sorted(range(len(rows)), key=lambda table: -rows[table])[:3]
     named = ", ".join(
         f"{profiles[t].counts.table} {rows[t] / max(sum(rows), 1):.0%}" for t in largest if rows[t]
@@ -433,20 +420,18 @@ def _legend(figure: Any, panel: Any) -> None:
 
 def plot_access(figure: Any, profiles: Sequence[TableProfile]) -> None:
     """Share of a table's lookups on the most frequent share of its rows."""
-    panel, least = figure.subplots(), 1.0
+    panel = figure.subplots()
     used = [profile for profile in profiles if not profile.unused]
     for place, (profile, style) in enumerate(_styled(used)):
         rows = profile.counts.rows
         points = np.unique(np.ceil(np.geomspace(1, max(rows, 1), 200)))
         shares = [100 * profile.curve.top(point) for point in points]
-        least = min(least, 1 / rows)
         panel.plot(100 * points / rows, shares, markevery=(place % 5, 25), linewidth=1.5, **style)
     panel.set_xscale("log")
     panel.set(
         title="Access curves: lookups served by the most frequent rows of each table",
         xlabel="most frequent rows, % of the table's rows (logarithmic)",
         ylabel="share of the table's lookups, %",
-        xlim=(100 * max(least, 1e-7), 110),
         ylim=(0, 102),
     )
     tidy(panel)
@@ -462,40 +447,36 @@ def plot_misses(
 ) -> None:
     """Share of lookups that miss by cache size: the configured policy over the run, the best fixed
     set, and the simulated policies at their first number of ranks."""
-    panel, seen = figure.subplots(), list[float]()
-
-    def line(label: str, found: Iterable[tuple[Sequence[int], float]], **style: Any) -> None:
-        """A line through `found`: slots, and the share of the lookups that hit."""
-        pairs = [(100 * sum(slots) / total_rows, 100 * (1 - hits)) for slots, hits in found]
-        if shown := sorted(pair for pair in pairs if pair[1] > 1e-3):
-            panel.plot(*zip(*shown, strict=True), label=label, **style)
-            seen.extend(missed for _, missed in shown)
-
-    if points:
-        name = f"{points[0].estimate.case.label} (the run, replayed)"
-        line(name, ((p.slots, p.rate) for p in points), color="#0072b2", linewidth=2)
-        name = "best fixed set, always cached (from counts)"
-        line(name, ((p.slots, p.static) for p in points), color="#d55e00", linestyle="--")
-    name = f"advised: {sum(advised.slots):,} rows per rank"
-    at = 100 * sum(advised.slots) / total_rows
-    panel.axvline(at, color="#555555", linewidth=1, label=name)
-    lines: dict[str, list[tuple[Sequence[int], float]]] = {}
+    panel = figure.subplots()
+    run = f"{points[0].estimate.case.label} (the run, replayed)" if points else ""
+    fixed = "best fixed set, always cached (from counts)"
+    lines: dict[str, list[tuple[Sequence[int], float]]] = {  # slots, and the share that hits
+        run: [(point.slots, point.rate) for point in points],
+        fixed: [(point.slots, point.static) for point in points],
+    }
+    styles: list[dict[str, Any]] = [{"color": "#0072b2", "linewidth": 2}]
+    styles += [{"color": "#d55e00", "linestyle": "--"}]
     for outcome in outcomes:
         world, rate = outcome.case.world_size, outcome.hit_rate_lookups
         if world == outcomes[0].case.world_size and rate is not None:
             name = f"{outcome.case.label}{f', {world} ranks' if world > 1 else ''} (simulated)"
             lines.setdefault(name, []).append((outcome.case.slots, rate))
-    for place, (name, found) in enumerate(lines.items()):
-        style = {"color": _colour(place, len(lines)), "marker": _MARKS[(place + 2) % len(_MARKS)]}
-        line(name, found, linestyle=":", markersize=5, linewidth=1.3, **style)
-    lowest, highest = min(seen, default=100.0), max(seen, default=0.0)
+    for place in range(len(lines) - len(styles)):
+        style = {"color": _colour(place, len(lines) - 2), "linestyle": ":", "linewidth": 1.3}
+        styles.append(style | {"marker": _MARKS[(place + 2) % len(_MARKS)], "markersize": 5})
+    for (name, found), style in zip(lines.items(), styles, strict=True):
+        pairs = [(100 * sum(slots) / total_rows, 100 * (1 - hits)) for slots, hits in found]
+        if shown := sorted(pair for pair in pairs if pair[1] > 1e-3):
+            panel.plot(*zip(*shown, strict=True), label=name, **style)
+    name = f"advised: {sum(advised.slots):,} rows per rank"
+    at = 100 * sum(advised.slots) / total_rows
+    panel.axvline(at, color="#555555", linewidth=1, label=name)
     panel.set(xscale="log", yscale="log")
     plain_numbers(panel)
     panel.set(
         title="Lookups that miss, by cache size",
         xlabel="cached rows per rank, % of all rows (logarithmic)",
         ylabel="share of the lookups that miss, % (logarithmic)",
-        ylim=(max(lowest / 1.3, 1e-3), min(max(1.3 * highest, 1e-2), 130)),
     )
     tidy(panel)
     drawn = panel.get_legend_handles_labels()
@@ -529,9 +510,6 @@ def plot_drift(figure: Any, profiles: Sequence[TableProfile]) -> None:
 # -----------------------------------------------------------------------------
 # What an analysis leaves: `report.md`, `report.json`, pictures, and a summary on the terminal.
 
-_SHOWN = 26
-"""Tables on the terminal, the largest first."""
-
 
 def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     """Write everything into the folder `out`; the summary for the terminal."""
@@ -545,7 +523,7 @@ def _report(analysis: Analysis, out: Path, command: Sequence[str]) -> str:
     }
     advice, sizes = advise(analysis), analysis.sizes
     tables = [access_table(profiles)]
-    tables.append(use_table(profiles, analysis.options.world_sizes, advice.table_rows))
+    tables.append(use_table(profiles, advice.table_rows))
     # Not those sizes that the search only passed by.
     shown = [p for p in analysis.points if p.ratio in GRID or p is analysis.target.point]
     tables += [prediction_table(analysis), size_table(shown, sizes)]
@@ -576,37 +554,34 @@ def read_text(analysis: Analysis) -> str:
 
 def terminal(analysis: Analysis, advice: Advice) -> str:
     """A short table and the advice."""
-    pairs = list(zip(analysis.counted.profiles, advice.table_rows, strict=True))
-    largest = sorted(range(len(pairs)), key=lambda table: -pairs[table][0].counts.rows)[:_SHOWN]
+    pairs = zip(analysis.counted.profiles, advice.table_rows, strict=True)
     columns = [
         ("table", lambda pair: pair[0].counts.table),
         ("rows", lambda pair: f"{pair[0].counts.rows:,}"),
         ("lookups", lambda pair: f"{pair[0].counts.lookups:,}"),
         ("top 1 %", lambda pair: percent(pair[0].top(0.01), 1)),
         ("top 10 %", lambda pair: percent(pair[0].top(0.1), 1)),
-        ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch():,.0f}"),
+        ("distinct/batch", lambda pair: f"{pair[0].distinct_per_batch:,.0f}"),
         ("cache rows", lambda pair: f"{pair[1]:,}"),
     ]
-    table = Table.of("", "", columns, [pairs[table] for table in sorted(largest)])
+    table = Table.of("", "", columns, pairs)
     lines = [table.aligned, "", read_text(analysis), "", advice.text, ""]
     if analysis.simulated:
         lines += [simulation_table(analysis.simulated, analysis.sizes.row_bytes).aligned, ""]
     return "\n".join([*lines, *(f"  {key}" for key in advice.paste)]) + "\n"
 
 
+_MOVED = ("host_to_device_bytes", "device_to_host_bytes")
+
+
 def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
     """`report.json`."""
     counted, sizes, target = analysis.counted, analysis.sizes, analysis.target
-    worlds = sorted({1, *analysis.options.world_sizes})
-    read = ("steps", "all_steps", "samples", "share", "lookups")
     return {
         "data": analysis.config.data.name,
-        "read": {
-            **{name: getattr(counted, name) for name in read},
-            "stopped": counted.stopped_by is not None,
-            "in_order_of_files": analysis.files_order,
-        },
-        "tables": [profile.values(worlds) for profile in counted.profiles],
+        "read": _values(counted, "steps all_steps samples share lookups")
+        | {"stopped": counted.stopped_by is not None, "in_order_of_files": analysis.files_order},
+        "tables": [profile.values() for profile in counted.profiles],
         "advice": {
             **advice._asdict(),
             "target_hit_rate": target.wanted,
@@ -626,16 +601,11 @@ def values(analysis: Analysis, advice: Advice) -> dict[str, Any]:
             "cases": [_outcome(estimate) for estimate in analysis.estimates],
         },
         "sizes": [
-            {"ratio": point.ratio, "bytes": point.bytes, **_outcome(point.estimate)}
-            | {"static_lookups": point.static, "static_distinct": point.static_distinct}
+            _values(point, "ratio bytes static") | _outcome(point.estimate)
             for point in analysis.points
         ],
         "simulated": [
-            {
-                **_outcome(outcome),
-                "host_to_device_bytes": outcome.host_to_device_bytes(sizes.row_bytes),
-                "device_to_host_bytes": outcome.device_to_host_bytes(sizes.row_bytes),
-            }
+            _outcome(outcome) | dict(zip(_MOVED, outcome.bytes_moved(sizes.row_bytes), strict=True))
             for outcome in analysis.simulated
         ],
     }
@@ -645,8 +615,11 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     case, names = outcome.case, "steps refused hit_rate hit_rate_lookups ids lookups_hit distinct"
     policy = None if case.policy is None else vars(case.policy)
     about = vars(case) | {"label": case.label, "policy": policy}
-    more = "fetched written_back tight_steps seconds"
-    return about | {name: getattr(outcome, name) for name in f"{names} {more}".split()}
+    return about | _values(outcome, f"{names} fetched written_back tight_steps")
+
+
+def _values(of: object, names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names.split()}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import logging
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from distcache.cli.compose import Line, run_command
 from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, parse_request
 from distcache.cli.run import Table, describe_environment, human_bytes, open_folder, write_report
 from distcache.cost.cluster import Cluster, write_cluster
-from distcache.cost.predict import Crossover, Point, Prediction
-from distcache.cost.traffic import CACHED, MIXED, REPLICATED, ROW_WISE, SHARDED, TABLE_WISE
+from distcache.cost.predict import Point, Prediction, crossovers
+from distcache.cost.traffic import CACHED, HYBRID, MIXED, REPLICATED, SHARDED
 from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.plan")
@@ -37,16 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(line: Line[Options], command: Sequence[str]) -> int:
     """Predict, write and say; 1 where no layout fits."""
     request = parse_request(line)
-    new = open_folder(request.output, "output")
+    plan = make_plan(measured_here(request) if request.options.measure else request)
+    open_folder(request.output, "output")
     if (request.output / REPORT).exists():
         log.warning("output=%s holds a plan, which this one overwrites", request.output)
-    try:
-        plan = make_plan(measured_here(request) if request.options.measure else request)
-        sys.stdout.write(f"\n{write_plan(plan, command)}")
-    finally:
-        if new:
-            with suppress(OSError):  # nothing was written to it
-                request.output.rmdir()
+    sys.stdout.write(f"\n{write_plan(plan, command)}")
     sys.stdout.flush()
     log.info("the report is in %s", request.output)
     return 0 if plan.here.best is not None else 1
@@ -55,20 +50,19 @@ def run(line: Line[Options], command: Sequence[str]) -> int:
 # -----------------------------------------------------------------------------
 # The tables of a plan, as rows of text.
 
-LABELS = {
-    SHARDED: "sharded",
-    REPLICATED: "replicated",
-    MIXED: "mixed",
-    TABLE_WISE: "hybrid table-wise",
-    ROW_WISE: "hybrid row-wise",
-}
-"""How tables call the layouts."""
+
+LAYOUTS = (SHARDED, REPLICATED, MIXED, *HYBRID)
+
+
+def name_of(layout: str) -> str:
+    """How tables call a layout."""
+    return f"hybrid {layout.replace('_', '-')}" if layout in HYBRID else layout
 
 
 def label(prediction: Prediction) -> str:
     """A layout's name; of `mixed` with how many rows are replicated."""
     if prediction.placement != MIXED:
-        return LABELS[prediction.placement]
+        return name_of(prediction.placement)
     return f"mixed, K = {sum(prediction.replicated_rows.values()):,}"
 
 
@@ -76,7 +70,7 @@ def traffic_table(point: Point) -> Table:
     """What each layout sends and holds."""
     refused = "".join(f" {label(p)}: {p.refused}." for p in point.predictions if p.refused)
     return Table.of(
-        f"Rows and bytes at {point.world_size} ranks",
+        f"Rows and bytes at {point.cluster.ranks} ranks",
         "Per step: distinct rows of a rank and of all ranks, and the hit rate of distinct rows. "
         "Per rank and step, KiB: rows and row gradients sent (`collective_bytes`), of which inside "
         "the node and between nodes; dense gradients; rows over the host link, in and out. Device "
@@ -87,8 +81,8 @@ def traffic_table(point: Point) -> Table:
             ("rows, all", lambda _: f"{point.demand.world_rows:,.0f}"),
             ("hit rate", lambda p: "-" if p.hits is None else f"{p.hits.rate:.4f}"),
             ("sent KiB", lambda p: _kib(p.collective_bytes)),
-            ("inside", lambda p: _kib(p.inside)),
-            ("between", lambda p: _kib(p.between)),
+            ("inside", lambda p: _kib(p.traffic.by_link(point.cluster)[0])),
+            ("between", lambda p: _kib(p.traffic.by_link(point.cluster)[1])),
             ("dense", lambda p: _kib(p.traffic.dense_bytes)),
             ("host in", lambda p: _kib(p.traffic.host_in)),
             ("host out", lambda p: _kib(p.traffic.host_out)),
@@ -112,7 +106,7 @@ def time_table(point: Point) -> Table:
         **{"planner": "planner", "mover": "mover"},
     }
     return Table.of(
-        f"Step time at {point.world_size} ranks",
+        f"Step time at {point.cluster.ranks} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
         "compute waits for + what network, host link or a thread of the host take longer than "
         "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
@@ -130,7 +124,7 @@ def time_table(point: Point) -> Table:
 
 def sweep_table(points: Sequence[Point], objective: str) -> Table:
     """Cost by number of ranks; the winner marked by a star."""
-    names = [name for name in LABELS if any(point.of(name) for point in points)]
+    names = [name for name in LAYOUTS if any(point.of(name) for point in points)]
     scale, digits = (1e3, 3) if objective == "time" else (1 / 1024, 0)
 
     def cell(name: str, point: Point) -> str:
@@ -146,24 +140,24 @@ def sweep_table(points: Sequence[Point], objective: str) -> Table:
         f"The objective, {unit}, with the same batch, slots and device on every rank, and as many "
         "ranks on a node as asked for. *: the winner; (...): does not fit, and cannot win.",
         [
-            ("ranks", lambda point: f"{point.world_size:,}"),
+            ("ranks", lambda point: f"{point.cluster.ranks:,}"),
             ("nodes", lambda point: f"{point.cluster.nodes:,}"),
-            *((LABELS[name], partial(cell, name)) for name in names),
+            *((name_of(name), partial(cell, name)) for name in names),
         ],
         points,
     )
 
 
-def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
+def crossover_text(points: Sequence[Point]) -> str:
     """The crossovers in sentences."""
-    winners = [LABELS[p.best.placement] for p in points if p.best is not None]
+    found = crossovers(points)
+    winners = [name_of(p.best.placement) for p in points if p.best is not None]
     if not winners:
         return "Nothing fits at any number of ranks."
     if not found:
         return f"No crossover: {winners[0]} wins wherever something fits."
     lines = [
-        f"{LABELS[c.old]} gives way to {LABELS[c.new]} between {c.before:,} and {c.after:,} ranks "
-        f"(at about {c})"
+        f"{name_of(c.old)} gives way to {name_of(c.new)} between {c.before:,} and {c.after:,} ranks"
         for c in found
     ]
     return "Crossovers: " + "; ".join(lines) + "."
@@ -171,32 +165,15 @@ def crossover_text(points: Sequence[Point], found: Sequence[Crossover]) -> str:
 
 def cluster_table(cluster: Cluster) -> Table:
     """The cluster that was described or measured."""
-    rows = [("ranks, nodes", f"{cluster.ranks:,}, {cluster.nodes:,}")]
-    links = (("inside", cluster.inside), ("between", cluster.between), ("host", cluster.host))
-    for key, link in links:
-        if link is not None:
-            text = f"{link.bandwidth / 1e9:,.2f} GB/s, {1e6 * link.latency:,.1f} us per message"
-            rows.append((key, f"{text} ({link.name})"))
-    compute = cluster.compute
-    rows += [
-        ("to start a collective", f"{1e6 * cluster.collective_s:,.1f} us"),
-        ("a lookup, forward and backward", f"{1e9 * compute.lookup_s:,.2f} ns"),
-        ("a row updated", f"{1e9 * compute.update_s:,.2f} ns"),
-        ("a row copied", f"{1e9 * compute.copy_s:,.2f} ns"),
-        ("a sample in the dense part", f"{1e9 * compute.sample_s:,.1f} ns"),
-        ("movement that may hide does", f"{100 * cluster.overlap:.0f} %"),
-        (
-            "device memory",
-            "not limited" if cluster.device_memory is None else human_bytes(cluster.device_memory),
-        ),
-    ]
-    rows += [
-        (name, f"{v:.3g}" if name.endswith("_s") else str(v))
-        for name, v in vars(cluster.threads).items()
+    rows = [
+        (f"{part} {name}".rstrip(), f"{value:,.4g}" if isinstance(value, float) else str(value))
+        for part, own in asdict(cluster).items()
+        for name, value in (own if isinstance(own, dict) else {"": own}).items()
     ]
     note = (
-        "Links of one rank, in one direction; presets are raw figures: software reaches less. "
-        "Then what the threads of a rank's host take: `distcache.cost.cluster.HostTimes`, seconds."
+        "As `cluster.json` has it (`distcache.cost.cluster.Cluster`): seconds, bytes, bytes per "
+        "second. Links are of one rank, in one direction; presets are raw figures: software "
+        "reaches less. `threads` is what those of a rank's host take."
     )
     return Table("The cluster", note, ("what", "value"), rows)
 
@@ -234,14 +211,14 @@ def write_plan(plan: Plan, command: Sequence[str]) -> str:
             lines.write(json.dumps(plain(record)) + "\n")
     tables = [traffic_table(plan.here), time_table(plan.here)]
     tables.append(sweep_table(plan.points, plan.request.options.objective))
-    crossings = crossover_text(plan.points, plan.crossovers)
+    crossings = crossover_text(plan.points)
     paste = [*overrides, f"# python -m distcache.train $(cat {OVERRIDES}) ..."]
     parts = ["# Predicted layouts", "## Advice", advice(plan)]
     parts += ["```\n" + "\n".join(paste) + "\n```"]
     parts += [f"Note: {warning}." for warning in plan.warnings]
     parts += [*(table.section for table in tables), crossings]
     parts += [cluster_table(plan.here.cluster).section]
-    parts.append(f"Dense part: {plan.request.dense_parameters:,} parameters.")
+    parts.append(f"Dense part: {plan.request.settings.dense_parameters:,} parameters.")
     write_report(out / REPORT, parts, environment)
     shown = [f"{t.title}\n{textwrap.fill(t.note, _WIDTH)}\n\n{t.aligned}" for t in tables]
     shown += [crossings, *(f"note: {warning}" for warning in plan.warnings), advice(plan)]
@@ -265,7 +242,7 @@ def overrides_of(plan: Plan) -> list[str]:
         lines.append(f"cache.replicated_rows={{{pairs}}}")
         if options.statistics:
             lines.append(f"cache.statistics={options.statistics}")
-    return [*lines, f"cache.state={plan.request.state}"]
+    return [*lines, f"cache.state={plan.request.settings.state}"]
 
 
 def advice(plan: Plan) -> str:
@@ -275,7 +252,7 @@ def advice(plan: Plan) -> str:
         return "Nothing fits: give more cache rows or device memory, or a smaller batch."
     name = label(best)
     cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
-    ranks, least = plan.here.world_size, options.objective
+    ranks, least = plan.here.cluster.ranks, options.objective
     text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
     text += f" What binds its step: {best.time.binds}."
     if best.placement == MIXED and not options.statistics:
@@ -294,14 +271,15 @@ def records(plan: Plan) -> list[dict[str, Any]]:
         for point in points
         for prediction in point.predictions
     ]
-    return found + [{"kind": "crossover", **vars(crossing)} for crossing in plan.crossovers]
+    return found + [{"kind": "crossover", **own._asdict()} for own in crossovers(plan.points)]
 
 
 def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
     hits, traffic = prediction.hits, prediction.traffic
+    inside, between = traffic.by_link(point.cluster)
     return {
         "placement": prediction.placement,
-        "world_size": point.world_size,
+        "world_size": point.cluster.ranks,
         "nodes": point.cluster.nodes,
         "best": prediction is point.best,
         "refused": prediction.refused,
@@ -312,8 +290,8 @@ def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
         "rows_fetched": None if hits is None else hits.fetched,
         "rows_written_back": None if hits is None else hits.written_back,
         "collective_bytes": prediction.collective_bytes,
-        "inside_bytes": prediction.inside,
-        "between_bytes": prediction.between,
+        "inside_bytes": inside,
+        "between_bytes": between,
         "inter_node_bytes": traffic.inter_node_bytes(point.cluster),
         "dense_collective_bytes": traffic.dense_bytes,
         "host_to_device_bytes": traffic.host_in,

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
 from distcache.compiled import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
-from distcache.planner.home import HomeDecision, HomePlanner, Parts
-from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy, grouped
-from distcache.popularity.statistics import Statistics, TableCounts, row_classes
+from distcache.planner.home import HomeDecision, HomePlanner
+from distcache.planner.victims import Policy
+from distcache.popularity.slots import StepCurves
+from distcache.popularity.statistics import (
+    GroupPopularity,
+    Statistics,
+    TableCounts,
+    row_classes,
+)
 from distcache.trace import HomeTrace, Trace
 
 
@@ -81,8 +85,7 @@ class Outcome:
     """What a case came to: the counts of `GroupCounts` by group and, by the same names, of all.
 
     `refused`: why training would refuse it, with nothing counted then; `tight_steps`: steps that
-    found too few unheld slots, whose moves start later than P allows; `seconds`: what replaying it
-    took.
+    found too few unheld slots, whose moves start later than P allows.
     """
 
     case: Case
@@ -90,7 +93,6 @@ class Outcome:
     groups: tuple[GroupCounts, ...]
     refused: str | None = None
     tight_steps: int = 0
-    seconds: float = field(default=0.0, compare=False)
 
     ids = _over_groups("ids")
     lookups_hit = _over_groups("lookups_hit")
@@ -109,13 +111,11 @@ class Outcome:
         """Share of lookups whose row was cached; None without any."""
         return self.lookups_hit / self.ids if self.ids else None
 
-    def host_to_device_bytes(self, row_bytes: Sequence[int]) -> int:
-        """Bytes fetched; `row_bytes`: of a row and its optimizer state, by group."""
-        return sum(g.fetched * size for g, size in zip(self.groups, row_bytes, strict=True))
-
-    def device_to_host_bytes(self, row_bytes: Sequence[int]) -> int:
-        """Bytes written back, without what a checkpoint writes; `row_bytes` as above."""
-        return sum(g.written_back * size for g, size in zip(self.groups, row_bytes, strict=True))
+    def bytes_moved(self, row_bytes: Sequence[int]) -> tuple[int, int]:
+        """Bytes fetched, and written back, without what a checkpoint writes; `row_bytes`: of a row
+        and its optimizer state, by group."""
+        pairs = list(zip(self.groups, row_bytes, strict=True))
+        return sum(g.fetched * n for g, n in pairs), sum(g.written_back * n for g, n in pairs)
 
 
 # -----------------------------------------------------------------------------
@@ -127,30 +127,22 @@ class Outcome:
 # a step's rows resident, whatever it knows, fetches fewer.
 
 
-class MinCounts(NamedTuple):
-    """What MIN does at one home in each step; int64 `[steps]`: rows `fetched`, ids that find their
-    row cached (`hits`), and rows `evicted`, as late as can be: in the step that needs their
-    room."""
-
-    fetched: np.ndarray
-    hits: np.ndarray
-    evicted: np.ndarray
-
-
-def belady(home: HomeTrace, slots: int) -> MinCounts:
-    """MIN for `slots` slots; every step of `home` must fit.
+def belady(home: HomeTrace, slots: int) -> np.ndarray:
+    """What MIN does at one home, with `slots` slots, which every step must fit; int64 `[steps, 3]`:
+    rows fetched, ids that find their row cached, and rows evicted, as late as can be: in the step
+    that needs their room.
 
     Rows with the same next use leave in the reverse of the order in which they were used last; any
     other choice among them fetches as many. Time O(n) for n distinct rows of all steps, and a scan
     over steps for the farthest; memory 4 n bytes, 9 for each row and 4 for each step.
     """
-    counts = np.zeros((home.steps, len(MinCounts._fields)), dtype=np.int64)
+    counts = np.zeros((home.steps, 3), dtype=np.int64)
     next_use = np.empty(len(home.numbers), np.int32)
     name_next(home.starts, home.numbers, np.full(len(home.names), home.steps, np.int32), next_use)
     link, cached = np.full(len(home.names), -1, np.int32), np.zeros(len(home.names), np.uint8)
     heads = np.full(home.steps + 1, -1, np.int32)
     run_min(home.starts, home.numbers, home.counts, next_use, slots, heads, link, cached, counts)
-    return MinCounts(*np.ascontiguousarray(counts.T))
+    return counts
 
 
 @compiled(types.void(in8, in4, out4, out4))
@@ -280,8 +272,8 @@ def replay(
 
     `popularity`: for policies that rank rows by statistics; `progress`: told of every outcome when
     it is there. A case that training would refuse is an outcome with `refused`. Memory beside the
-    traces: 16 bytes or so per row that the trace names, and the slots' (`victims`). Raises
-    ConfigError for a case that these traces, or this call, cannot serve.
+    traces: what the planner of one home has in training. Raises ConfigError for a case that these
+    traces, or this call, cannot serve.
     """
     traces = [trace] if isinstance(trace, Trace) else list(trace)
     for case in cases:
@@ -307,60 +299,6 @@ def replay(
     return outcomes
 
 
-class NamedParts(Parts):
-    """The parts of a home whose rows lie where training has them, which calls local row r
-    `names[r]`."""
-
-    def __init__(self, like: Parts, names: np.ndarray) -> None:
-        super().__init__(like.slots, like.rows, like.shelves, like.bits)
-        _, starts, places = like.divide(names)
-        shelf = np.searchsorted(starts, places, side="right") - 1
-        first = starts[:: 1 << self.shelves - self.bits]
-        part = shelf >> self.shelves - self.bits
-        own = {"_shelf": shelf, "_number": places - first[part], "_most": np.diff(first).max()}
-        self.__dict__.update(own)
-
-    @property
-    def part_rows(self) -> int:
-        """See `Parts.part_rows`."""
-        return int(self._most)
-
-    def enough(self, local: np.ndarray) -> int:
-        """See `Parts.enough`: no more is known."""
-        return len(local)
-
-    def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Parts.divide`."""
-        order, starts = grouped(self._shelf[local], 1 << self.shelves)
-        places = np.empty(len(order), np.int32)
-        places[order] = np.arange(len(order))
-        return self._number[local[order]].astype(np.int32), starts, places
-
-
-def make_planner(
-    home: HomeTrace, slots: int, case: Case, classes: np.ndarray | None, offsets: np.ndarray
-) -> HomePlanner:
-    """The planner of one home as training makes it, a world of its own, for homes decide alone.
-
-    The rows that the trace names lie side by side in its index, by number; decisions are the same.
-    `classes` uint8 `[V]`: of all rows, or None; `offsets`: see `Trace`.
-    """
-    rows, most_rows = max(len(home.names), 1), -(-int(offsets[-1]) // case.world_size)
-    layout = RowLayout([TableSpec("trace", rows, 1, ("trace",))], 1)
-    names, own = np.zeros(rows, np.int32), None
-    names[: len(home.names)] = home.names // case.world_size  # the local rows of training
-    if classes is not None:
-        own = np.zeros(rows, np.uint8)
-        own[: len(home.names)] = classes[home.names]
-    policy, parts = case.policy or DEFAULT, Parts.of(slots, most_rows)
-    for first, last in policy.resident_tables(offsets, slots * case.world_size):
-        own = np.zeros(rows, np.uint8) if own is None else own
-        own[: len(home.names)][(home.names >= first) & (home.names < last)] = PINNED
-    how = (layout, 0, slots, case.prefetch, replace(policy, resident=NONE), own)
-    called = parts.parts_of(names)[1].astype(np.int32)
-    return HomePlanner(*how, parts=NamedParts(parts, names), names=called)
-
-
 def refusal(traces: Sequence[Trace], case: Case) -> str | None:
     """Why training would refuse the case: the first step whose rows exceed a home's slots."""
     found: list[tuple[int, str]] = []
@@ -378,11 +316,9 @@ def refusal(traces: Sequence[Trace], case: Case) -> str | None:
 
 def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) -> Outcome:
     """One case over all groups."""
-    started = time.perf_counter()
     refused, groups = refusal(traces, case), []
     if refused is not None:
-        none = tuple(GroupCounts() for _ in traces)
-        return Outcome(case, 0, none, refused, seconds=time.perf_counter() - started)
+        return Outcome(case, 0, tuple(GroupCounts() for _ in traces), refused)
     training = traces[0].training
     tight = np.zeros(len(training), dtype=bool)
     for group, (trace, slots) in enumerate(zip(traces, case.home_slots, strict=True)):
@@ -390,11 +326,15 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
         if case.policy is not None and popularity is not None:
             classes = popularity(case, group)
         counted: Counter[str] = Counter()
-        for home in trace.of_world(case.world_size):
+        sizes = enumerate(np.diff(trace.offsets).tolist())
+        specs = [TableSpec(f"t_{table}", rows, 1, (str(table),)) for table, rows in sizes]
+        layout, known = RowLayout(specs, case.world_size), GroupPopularity(classes)
+        for number, home in enumerate(trace.of_world(case.world_size)):
             if case.policy is None:
                 counted.update(_least(home, training, slots))
                 continue
-            planner = make_planner(home, slots, case, classes, trace.offsets)
+            own = known.classes_at(layout, number)
+            planner = HomePlanner(layout, number, slots, case.prefetch, case.policy, own)
             try:
                 counts, latest = _count_home(home, training, planner, case.lookahead)
             except StepTooLargeError as error:  # of one part of the home
@@ -402,8 +342,8 @@ def _replay(traces: Sequence[Trace], case: Case, popularity: Popularity | None) 
             counted.update(counts)
             tight |= (latest >= np.arange(trace.steps) - case.prefetch) & (latest >= 0)
         groups.append(GroupCounts(trace.ids, **counted))
-    steps, seconds = int(training.sum()), time.perf_counter() - started
-    return Outcome(case, steps, tuple(groups), None, int(tight[training].sum()), seconds)
+    steps = int(training.sum())
+    return Outcome(case, steps, tuple(groups), None, int(tight[training].sum()))
 
 
 def _count_home(
@@ -413,12 +353,12 @@ def _count_home(
     `[steps]`, -1 for none), of a planner over the trace of its home."""
     latest = np.full(home.steps, -1, dtype=np.int32)
     counts: Counter[str] = Counter()
-    run = HomeRun(planner)
+    run, local = HomeRun(planner), planner.layout.local(home.names)
 
     def named() -> Iterator[tuple[str, np.ndarray]]:
         for step in range(home.steps):
             rows = home.numbers[home.starts[step] : home.starts[step + 1]]
-            yield "train" if training[step] else "eval", rows.astype(np.int64)
+            yield "train" if training[step] else "eval", local[rows]
 
     for decision, leaving, places in run.over(named(), window):
         step = decision.step
@@ -438,14 +378,10 @@ def _count_home(
 
 def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
     """The counts of MIN at one home; all rows that leave count as written back."""
-    counts = belady(home, slots)
-    return {
-        "lookups_hit": int(counts.hits[training].sum()),
-        "distinct": int(home.distinct[training].sum()),
-        "fetched": int(counts.fetched[training].sum()),
-        "written_back": int(counts.evicted[training].sum()),
-        "left_dirty": int(counts.fetched.sum() - counts.evicted.sum()),
-    }
+    counts, names = belady(home, slots), ("fetched", "lookups_hit", "written_back")
+    of_training = dict(zip(names, counts[training].sum(axis=0).tolist(), strict=True))
+    left = int((counts[:, 0] - counts[:, 2]).sum())
+    return of_training | {"distinct": int(home.distinct[training].sum()), "left_dirty": left}
 
 
 # -----------------------------------------------------------------------------
@@ -455,55 +391,27 @@ def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
 def popularity_of(traces: Sequence[Trace]) -> Popularity:
     """The `popularity` for `replay`: classes of every row, uint8 `[V]`, by case and group.
 
-    Counts are of the training steps. For `static` the hottest rows are pinned, as many as
-    `pinned_rows` says.
+    Counts are of the training steps. For `static` the hottest rows are pinned, as many as training
+    pins with these counts.
     """
-    counted = []
+    known = []
     for trace in traces:
         rows, counts = trace.row_counts()
         total, distinct = int(counts.sum()), int(np.count_nonzero(counts))
-        counted.append(TableCounts("trace", trace.rows, total, distinct, counts, rows))
+        table = TableCounts("trace", trace.rows, total, distinct, counts, rows)
+        known.append(Statistics((table,), "ids", int(trace.training.sum())))
 
     @cache
-    def plain(group: int) -> np.ndarray:
-        return row_classes(Statistics((counted[group],), "ids", 0), [0])
+    def of(group: int, pinned: int) -> np.ndarray:
+        return row_classes(known[group], [0], [pinned])
 
     def classes(case: Case, group: int) -> np.ndarray | None:
         if case.policy is None or not case.policy.needs_popularity:
             return None
-        if case.policy.ranking != "static":
-            return plain(group)
-        table, pinned = counted[group], plain(group).copy()
-        pinned[table.hottest(pinned_rows(traces[group], table.order, case, group))] = PINNED
-        return pinned
+        pinned = 0
+        if case.policy.ranking == "static":
+            step, ahead = StepCurves.of(known[group], [0], 1), case.prefetch + 1
+            (pinned,) = step.pinned(case.slots[group], ahead, case.world_size)
+        return of(group, pinned)
 
     return classes
-
-
-def pinned_rows(trace: Trace, hottest: np.ndarray, case: Case, group: int = 0) -> int:
-    """How many of the rows `hottest` (int64, the hottest first) a static policy may pin.
-
-    As many as leave room for the other rows of any P + 1 steps in a row, at every home, so that a
-    step's rows never press a pinned one out and holds stay whole; found by bisection.
-    """
-    homes, order, ranks = trace.of_world(case.world_size), np.argsort(hottest), []
-    for home in homes:
-        place = np.searchsorted(hottest, home.names, sorter=order)
-        place = order[np.minimum(place, max(len(hottest) - 1, 0))]
-        ranks.append(np.where(hottest[place] == home.names, place, len(hottest)))
-    slots, steps = case.home_slots[group], case.prefetch + 1
-
-    def fits(count: int) -> bool:
-        for home, rank in zip(homes, ranks, strict=True):
-            cold = np.concatenate(([0], np.cumsum(rank[home.numbers] >= count)))
-            ends = home.starts[np.minimum(np.arange(home.steps) + steps, home.steps)]
-            most = int((cold[ends] - cold[home.starts[:-1]]).max(initial=0))
-            if int((rank < count).sum()) + most > slots:
-                return False
-        return True
-
-    low, high = 0, min(len(hottest), slots * case.world_size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from distcache.cli.compose import Line
 from distcache.cli.run import progress_bar
 from distcache.config import option
-from distcache.config.checks import at_least, one_of, refuse_if
+from distcache.config.checks import check_section, one_of, refuse_if
 from distcache.config.tree import Config
 from distcache.data.batch import BatchCheck
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
-from distcache.popularity.curve import StaticSet, TableProfile
+from distcache.popularity.curve import TableProfile, most_frequent
 from distcache.popularity.slots import BY_CURVE
-from distcache.replay import Case, Outcome, Popularity, replay
+from distcache.replay import Case, Outcome, refusal, replay
 from distcache.trace import Trace
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
@@ -48,13 +51,18 @@ DEFAULT_SIZES = (0.005, 0.015, 0.05)
 class Options:
     """Section `analyze`: what is counted, replayed and simulated."""
 
-    target_hit_rate: float = option(0.95, "share of the lookups that the cache shall serve")
+    target_hit_rate: float = option(
+        0.95, "share of the lookups that the cache shall serve", share="(0, 1)"
+    )
     sample: Any = option(
         "auto",
         "share of the training steps to count, in (0, 1]; auto: all, or as many as have 300 M "
         "lookups, but 1 to 10 %",
+        share="(0, 1]",
     )
-    replay: int = option(20_000_000, "lookups of the run that are replayed through the planner")
+    replay: int = option(
+        20_000_000, "lookups of the run that are replayed through the planner", least=1
+    )
     world_sizes: list[int] = option([1], "ranks; the advice is for the first")
     policies: list[str] = option(
         ["lookahead", "lru"],
@@ -70,27 +78,12 @@ class Options:
     )
 
     @property
-    def share(self) -> float | None:
-        """`sample` as a number, None for auto. Raises ConfigError, as the others below do."""
-        if self.sample == "auto":
-            return None
-        try:
-            share = float(self.sample)
-        except (ValueError, TypeError):
-            share = 0.0
-        how = "give auto, or a share of the steps above 0 and at most 1"
-        refuse_if(not 0 < share <= 1, f"analyze.sample={self.sample}: {how}")
-        return share
-
-    @property
     def chosen_policies(self) -> list[Policy]:
-        """`policies` without their windows."""
-        if list(self.policies) == ["all"]:
-            others = (name for name in POLICIES if name != "lookahead")
-            return [*(Policy(tail=tail) for tail in TAILS), *map(Policy, others)]
-        found = []
-        for name in self.policies:
-            one_of("analyze.policies", name, [*POLICIES, *(f"lookahead-{tail}" for tail in TAILS)])
+        """`policies` without their windows. Raises ConfigError for one that there is not."""
+        known, found = [*(f"lookahead-{tail}" for tail in TAILS), *POLICIES], []
+        every = [name for name in known if name != "lookahead"]
+        for name in every if list(self.policies) == ["all"] else self.policies:
+            one_of("analyze.policies", name, known)
             policy, _, tail = name.partition("-")
             found.append(Policy(policy, tail or DEFAULT.tail))
         return found
@@ -110,10 +103,7 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
     for key in ("run.dir", "parallel", "parallel.mode"):
         refuse_if(key in line.given, f"{key}: nothing is trained here: leave it out")
     options = line.values.analyze
-    wanted, how = options.target_hit_rate, "above 0 and below 1, such as 0.95"
-    share = f"analyze.target_hit_rate={wanted}: give a share of the lookups {how}"
-    refuse_if(not 0 < wanted < 1, share)
-    at_least("analyze.replay", options.replay, 1)
+    check_section("analyze", options)
     for key, bound in (("world_sizes", 1), ("lookaheads", 0)):
         given = getattr(options, key)
         wrong = given is not None and min(given, default=-1) < bound
@@ -128,61 +118,44 @@ def check_line(line: Line[AnalyzeConfig]) -> None:
             f"analyze.{key} says what simulate=true replays: give that as well, or leave "
             f"analyze.{key} out",
         )
-    _ = options.share, options.chosen_policies
+    _ = options.chosen_policies
 
 
-Slots = Callable[[float, int], tuple[int, ...]]
-"""Slots of every group for a size, a share of the rows or rows, and a number of ranks."""
-
-
-Ahead = Callable[[tuple[int, ...], int], tuple[int, int]]
-"""L and P of a run with these slots and ranks."""
+CaseOf = Callable[[Sequence[int], int], Case]
+"""The configured case with these slots per rank of each group, on so many ranks."""
 
 
 def simulated(
-    options: Options, traces: Sequence[Trace], slots: Slots, ahead: Ahead, popularity: Popularity
+    options: Options, prediction: RecordedRun, sizes: Sizes, case: CaseOf
 ) -> list[Outcome]:
-    """What the policies, sizes, windows and ranks of `options` come to over `traces`, Belady's MIN
-    first for each size and world."""
-    cases, sizes = [], fitting_sizes(options.sizes, traces, slots)
+    """What the policies, sizes, windows and ranks of `options` come to over the recorded steps,
+    Belady's MIN first for each size and world."""
+    cases, traces = list[Case](), prediction.traces
+    chosen = options.sizes or fitting_sizes(traces, sizes)
     for world in options.world_sizes:
-        for size in (slots(size, world) for size in sizes):
-            window, prefetch = ahead(size, world)
-            cases.append(Case(None, size, 0, prefetch, world))
+        for size in chosen:
+            own = case(sizes.slots(size, world), world)
+            cases.append(replace(own, policy=None, lookahead=0))
             for policy in options.chosen_policies:
-                windows = options.lookaheads or [window] if policy.uses_window else [0]
-                cases += [Case(policy, size, steps, prefetch, world) for steps in windows]
+                windows = options.lookaheads or [own.lookahead] if policy.uses_window else [0]
+                cases += [replace(own, policy=policy, lookahead=steps) for steps in windows]
     with progress_bar("simulate", len(cases), "case") as bar:
-        return replay(traces, cases, popularity, lambda _: bar.update(1))
+        return replay(traces, cases, prediction.classes, lambda _: bar.update(1))
 
 
-def fitting_sizes(
-    chosen: Sequence[float] | None, traces: Sequence[Trace], slots: Slots
-) -> tuple[float, ...]:
-    """The sizes `chosen`; where nobody chose any, `DEFAULT_SIZES` from the smallest that holds
-    every recorded step.
-
-    `traces`: one of each group, whose steps say how many slots a home needs.
-    """
-    if chosen is not None:
-        return tuple(chosen)
-    sizes = DEFAULT_SIZES
-
-    def holds(size: float) -> bool:
-        return all(
-            max(int(home.distinct.max(initial=0)) for home in trace.homes[world]) * world <= count
-            for world in traces[0].homes
-            for trace, count in zip(traces, slots(size, world), strict=True)
-        )
-
-    least = next((size for size in GRID if holds(size)), 1.0)
-    if least <= sizes[0]:
-        return sizes
+def fitting_sizes(traces: Sequence[Trace], sizes: Sizes) -> Sequence[float]:
+    """`DEFAULT_SIZES`, from the smallest that holds every recorded step."""
+    for least in GRID:
+        cases = [Case(None, sizes.slots(least, w), world_size=w) for w in traces[0].homes]
+        if not any(refusal(traces, case) for case in cases):
+            break
+    if least <= DEFAULT_SIZES[0]:
+        return DEFAULT_SIZES
     # A step that fits to a row leaves no room for the next one: the smallest has a margin.
     smallest = rounded_up(_MARGIN * least)
     found = {smallest, rounded_up(2 * smallest), rounded_up(4 * smallest)}
-    found |= {size for size in sizes if size > smallest}
-    return tuple(sorted(found)[: len(sizes)])
+    found |= {size for size in DEFAULT_SIZES if size > smallest}
+    return sorted(found)[: len(DEFAULT_SIZES)]
 
 
 # -----------------------------------------------------------------------------
@@ -197,21 +170,20 @@ _MARGIN = 1.5
 CLOSE = 0.99
 """Where the target is out of reach, this share of what the whole tables reach is aimed at."""
 
-_HALVINGS = 9
-"""Of the logarithm of the size, while the target's size is searched."""
+_TRIED = 513
+"""Sizes, evenly spread by their logarithm, among which the target's is searched."""
 
 
 @dataclass(frozen=True)
 class SizePoint:
     """A cache of `ratio` of the rows: what the run comes to, and the best fixed set of as many rows
-    of each group (`static`: share of lookups, `static_distinct`: of a batch's distinct rows)."""
+    of each group (`static`: share of lookups)."""
 
     ratio: float
     slots: tuple[int, ...]
     bytes: int
     estimate: Outcome
     static: float
-    static_distinct: float
 
     @property
     def rate(self) -> float:
@@ -235,70 +207,63 @@ class Target:
         return self.whole.rate >= self.wanted
 
 
+@dataclass
 class SizeSearch:
-    """Replays of one policy by cache size, each size once."""
+    """Replays of one policy by cache size, each size once, with `world_size` ranks."""
 
-    def __init__(
-        self,
-        prediction: RecordedRun,
-        sizes: Sizes,
-        profiles: Sequence[TableProfile],
-        case: Callable[[Sequence[int]], Case],
-        world_size: int,
-    ) -> None:
-        """`case`: the configured case with these slots per rank."""
-        self._prediction, self._sizes, self._case = prediction, sizes, case
-        self._world, self._static = world_size, []
-        for members in sizes.members:
-            pairs = [(profiles[table].curve, profiles[table].batch_lookups) for table in members]
-            curves, lookups = zip(*pairs, strict=True)
-            self._static.append(StaticSet.of(curves, lookups))
-        self._known: dict[tuple[int, ...], SizePoint] = {}
+    prediction: RecordedRun
+    sizes: Sizes
+    profiles: Sequence[TableProfile]
+    case: CaseOf
+    world_size: int
+    known: dict[tuple[int, ...], SizePoint] = field(default_factory=dict)
 
     def at(self, ratio: float) -> SizePoint:
         """The point of a cache of `ratio` of the rows."""
-        slots = self._sizes.slots(ratio, self._world)
-        if slots not in self._known:
-            nbytes = self._sizes.bytes_of(slots, self._world)
-            found = self._prediction.estimate(self._case(slots))
-            static = (self._joint(slots, what) for what in ("lookups", "touched"))
-            self._known[slots] = SizePoint(ratio, slots, nbytes, found, *static)
-        return self._known[slots]
-
-    def _joint(self, slots: Sequence[int], what: str) -> float:
-        """Share of `what` on the best fixed sets of all groups, each with its own slots."""
-        pairs = zip(self._static, slots, strict=True)
-        held = sum(one.held(what, count) for one, count in pairs)
-        return held / max(sum(getattr(one, what)[-1] for one in self._static), 1e-300)
-
-    def _named(self, ratio: float) -> SizePoint:
-        """The point of `ratio`, by that number even where another gave the same slots before."""
-        point = replace(self.at(ratio), ratio=ratio)
-        self._known[point.slots] = point
-        return point
+        slots = self.sizes.slots(ratio, self.world_size)
+        if slots not in self.known:
+            nbytes = self.sizes.bytes_of(slots, self.world_size)
+            found = self.prediction.estimate(self.case(slots, self.world_size))
+            fixed = rows_by_table(self.profiles, self.sizes.members, slots)
+            curves = [profile.curve for profile in self.profiles]
+            static = sum(c.held(c.counts, n) for c, n in zip(curves, fixed, strict=True))
+            static /= sum(curve.lookups for curve in curves)
+            self.known[slots] = SizePoint(ratio, slots, nbytes, found, static)
+        return self.known[slots]
 
     def grid(self) -> list[SizePoint]:
         """The points of all sizes that training would not refuse, also those of the search."""
         for ratio in GRID:
             self.at(ratio)
-        fits = [point for point in self._known.values() if point.estimate.refused is None]
+        fits = [point for point in self.known.values() if point.estimate.refused is None]
         return sorted(fits, key=lambda point: point.slots)
 
     def target(self, wanted: float) -> Target:
         """The smallest cache that serves the share `wanted` of the lookups, to three digits."""
         whole = self.at(1.0)
         aim = wanted if whole.rate >= wanted else CLOSE * whole.rate
-        low, high = math.log(1.0 / self._sizes.rows), 0.0
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if self.at(math.exp(middle)).rate >= aim:
-                high = middle
-            else:
-                low = middle
-        point = self._named(rounded_up(math.exp(high)))
-        while point.rate < aim and point.ratio < 1:  # where a larger cache serves a little less
-            point = self._named(rounded_up(1.05 * point.ratio))
+        tried = np.geomspace(1.0 / self.sizes.rows, 1.0, _TRIED).tolist()
+        ratios = sorted(set(map(rounded_up, tried)))
+        last = len(ratios) - 1  # the whole tables, which reach it
+        ratio = ratios[bisect_left(ratios, aim, hi=last, key=lambda ratio: self.at(ratio).rate)]
+        # By that number even where another gave the same slots before.
+        point = replace(self.at(ratio), ratio=ratio)
+        self.known[point.slots] = point
         return Target(wanted, whole, point)
+
+
+def rows_by_table(
+    profiles: Sequence[TableProfile], groups: Sequence[Sequence[int]], slots: Sequence[int]
+) -> list[float]:
+    """How many rows of each table are among the most frequent ones of its group of tables, as many
+    as that has `slots`."""
+    found = [0.0] * len(profiles)
+    for members, count in zip(groups, slots, strict=True):
+        curves = [profiles[table].curve for table in members]
+        parts = most_frequent(curves, count, shared=True)
+        for table, rows in zip(members, parts, strict=True):
+            found[table] = rows
+    return found
 
 
 def rounded_up(ratio: float) -> float:
@@ -340,7 +305,8 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
-    counted = count_source(source, check, steps, options.share, progress_bar)
+    share = None if options.sample == "auto" else float(options.sample)
+    counted = count_source(source, check, steps, share, progress_bar)
     sizes = Sizes(tables, request_of(config), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
@@ -349,7 +315,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     if stop.signal:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)
 
-    def case(slots: Sequence[int], world: int = ranks[0]) -> Case:
+    def case(slots: Sequence[int], world: int) -> Case:
         return configured_case(config, source, tables, slots, world)
 
     estimates = []
@@ -361,14 +327,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
         log.warning("no run with the configured cache is predicted: %s", error)
     search = SizeSearch(prediction, sizes, counted.profiles, case, ranks[0])
     target = search.target(options.target_hit_rate)
-    outcomes = []
-    if simulate:
-
-        def ahead(slots: tuple[int, ...], world: int) -> tuple[int, int]:
-            own = case(slots, world)
-            return own.lookahead, own.prefetch
-
-        outcomes = simulated(options, traces, sizes.slots, ahead, prediction.classes)
+    outcomes = simulated(options, prediction, sizes, case) if simulate else []
     replayed = (prediction, estimates, search.grid(), target, outcomes)
     ordered, by = hasattr(source, "in_file_order"), counted.stopped_by or stop.signal
     how = {"files_order": ordered, "stopped_by": by}

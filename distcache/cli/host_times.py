@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from distcache.ops.reference import put_rows, take_rows
 from distcache.planner.home import ResidentPlanner
 from distcache.planner.threads import Threads
 from distcache.planner.victims import DEFAULT
+from distcache.trainer.plan_cache import timed
 
 AHEAD = (16, 1)
 """L and P of the planners that are timed."""
@@ -30,14 +30,10 @@ AHEAD = (16, 1)
 _WARM, _TIMED = 12, 8
 """Steps of a planner before those that are timed, and these: the first fill its slots."""
 
-_STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6))
-"""What is planned: a share of the batch, and Zipf's exponent, so that more or fewer ids of a step
-are distinct."""
+PLANNER = ("planning_s", "id_s", "named_s", "decided_s", "fetched_s", "placed_s")
+"""The times of a planner that is alone."""
 
-_ROOMS = (0, 2, 6)
-"""Steps whose rows slots are for; 0: every row has a slot of its own, and none moves."""
-
-_TABLE_BYTES, _ROWS, _CALLS, _REPEAT = 256 << 20, 20_000, 200, 7
+_TABLE_BYTES, _ROWS, _CALLS = 256 << 20, 20_000, 200
 
 _PARCEL, _PIECES = 4 << 20, 16
 """Bytes of a step's index tensors, and how many these are."""
@@ -60,17 +56,15 @@ class Counted(Threads):
 
 def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:
     """`HOST` with what this machine takes in its place, for steps of `batch` samples with one id of
-    each table, and rows of `dim` elements. For this rank alone; takes some ten seconds.
+    each table, and rows of `dim` elements. For this rank alone; takes some seconds.
 
-    Own work of the training thread, and of movement's but for packing indices, what an exchange of
-    planners takes, and which share of a row's time is its place in the plan, stay those of the
-    table.
+    A planner's times are those of the table times one factor, by which its step takes longer here.
+    Own work of the training thread, and of movement's but for packing indices, and what an exchange
+    of planners takes, stay those of the table.
     """
-    plan = partial(time_planner, world, table_rows, batch)
-    found = [plan(stream, room) for stream in _STREAMS for room in _ROOMS]
-    counts, seconds, serial = zip(*found, strict=True)
-    planning, by_id, by_row, decided, fetched = fit(counts, seconds)
-    placed = by_row * HOST.placed_s / (HOST.named_s + HOST.placed_s)
+    source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
+    counts, seconds, serial = time_planner(world, source)
+    factor = seconds / sum(getattr(HOST, name) * count for name, count in counts.items())
     value = torch.zeros(1, device=world.device)
 
     def launch() -> None:
@@ -80,50 +74,36 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     tensors = [torch.ones(_PARCEL // (4 * _PIECES), dtype=torch.int32) for _ in range(_PIECES)]
     return replace(
         HOST,
-        planning_s=planning,
-        id_s=by_id,
-        named_s=by_row - placed,
-        placed_s=placed,
-        decided_s=decided,
-        fetched_s=fetched,
-        serial=serial[len(_ROOMS) - 1],
+        **{name: factor * getattr(HOST, name) for name in PLANNER},
+        serial=serial,
         planner_threads=planner_threads("auto", world),
-        launch_s=_least(launch) / _CALLS,
-        byte_s=_least(lambda: packed(tensors, pinned=False)) / _PARCEL,
-        row_s=_row_seconds(dim),
+        launch_s=timed(world, launch) / _CALLS,
+        byte_s=timed(world, lambda: packed(tensors, pinned=False)) / _PARCEL,
+        row_s=_row_seconds(world, dim),
         name="measured",
     )
 
 
 def time_planner(
-    world: World,
-    table_rows: Sequence[int],
-    batch: int,
-    stream: tuple[float, float] = _STREAMS[0],
-    room: int = _ROOMS[-1],
-) -> tuple[list[float], float, float]:
-    """The planner of one home, which is all that there is, over a stream of `_STREAMS`, with room
-    for the rows of so many steps (0: no row comes or goes).
+    world: World, source: SyntheticSource, room: int = 6
+) -> tuple[dict[str, float], float, float]:
+    """The planner of one home, which is all that there is, over the steps of `source`, with room
+    for the rows of so many of them (0: no row comes or goes).
 
-    Of a step, means of `_TIMED`: 1, ids read, distinct rows, those that a home decides on, and rows
-    that came; then the least seconds on its thread's core, and the share of them that several
-    threads would not share.
+    How often a step takes each time of `PLANNER`, means of `_TIMED`; then its least seconds on its
+    thread's core, and the share of them that several threads would not share.
     """
-    share, zipf = stream
-    samples = max(1, round(share * batch))
-    source = SyntheticSource(SyntheticSpec(table_rows, zipf=zipf, global_batch_size=samples))
     batches = [source.train_batch(step, 0, 1) for step in range(_WARM + _TIMED)]
     tables = [
         TableSpec(f"t_{name}", rows, 1, (name,))
-        for name, rows in zip(source.features, table_rows, strict=True)
+        for name, rows in zip(source.features, source.table_rows, strict=True)
     ]
     (group,) = make_groups(tables, source.features, 1)
     slots = group.layout.rows
     regions = [Region(0, ResidentPlanner(group.layout, 0))]
     if room:
-        distinct = sum(
-            source.expected_distinct(at, room * samples) for at in range(len(table_rows))
-        )
+        samples, each = room * batches[0].ids.batch_size, range(len(tables))
+        distinct = sum(source.expected_distinct(table, samples) for table in each)
         slots = min(slots, round(1.05 * distinct))
         regions = home_regions([(group, RegionSlots(slots))], 0, AHEAD[1], DEFAULT, [None])
     threads = Counted()
@@ -149,41 +129,14 @@ def time_planner(
     seconds, rows, fetched = zip(*steps, strict=True)
     ids, serial = float(len(batches[0].ids.values)), 1.0 - threads.seconds / sum(seconds)
     mean = float(np.mean(rows))
-    counts = [1.0, ids, mean, (room > 0) * mean, float(np.mean(fetched))]
-    return counts, min(seconds), serial
+    counts = (1.0, ids, mean, (room > 0) * mean, float(np.mean(fetched)), mean)
+    return dict(zip(PLANNER, counts, strict=True)), min(seconds), serial
 
 
-def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Seconds of each of the things counted, none below 0, that come nearest to all `seconds`, by
-    their ratios: least squares, where what would be negative is left out, the most negative
-    first."""
-    wanted = np.asarray(seconds, dtype=np.float64)
-    table = np.asarray(counts, dtype=np.float64) / wanted[:, None]
-    scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
-    kept, found = list(range(table.shape[1])), np.zeros(table.shape[1])
-    while kept:
-        solved = np.linalg.lstsq(table[:, kept] / scale[kept], np.ones(len(wanted)), rcond=None)[0]
-        if solved.min() >= 0:
-            found[kept] = solved / scale[kept]
-            break
-        kept.pop(int(solved.argmin()))
-    return found.tolist()
-
-
-def _least(call: Callable[[], object]) -> float:
-    """Least seconds of a call, without what other load adds."""
-    taken = []
-    for _ in range(_REPEAT):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
-def _row_seconds(dim: int) -> float:
+def _row_seconds(world: World, dim: int) -> float:
     """To gather or to scatter a row of host memory, the mean of both."""
     table = np.ones((max(1, _TABLE_BYTES // (4 * dim)), dim), dtype=np.float32)
     rows = np.random.default_rng(0).choice(len(table), min(_ROWS, len(table)), replace=False)
     some = np.empty((len(rows), dim), dtype=np.float32)
-    gathered = _least(lambda: take_rows(table, rows, some))
-    return (gathered + _least(lambda: put_rows(table, rows, some))) / (2 * len(rows))
+    gathered = timed(world, lambda: take_rows(table, rows, some))
+    return (gathered + timed(world, lambda: put_rows(table, rows, some))) / (2 * len(rows))

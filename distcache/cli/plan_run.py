@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ from distcache.cost.cluster import (
     FILE,
     HOST,
     Cluster,
-    Compute,
     HostTimes,
-    Link,
     device_compute,
     parse_link,
     read_cluster,
@@ -41,21 +38,17 @@ from distcache.cost.cluster import (
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
 from distcache.cost.predict import (
     OBJECTIVES,
-    Crossover,
     Point,
     Settings,
     compare,
-    crossovers,
-    powers_of_two,
-    ranks_per_node,
 )
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.errors import DistcacheError
-from distcache.layout import stored_dtype
+from distcache.layout import TableSpec, stored_dtype
 from distcache.models import build_model
 from distcache.optim import RowUpdate, row_update
 from distcache.planner.victims import auto_lookahead
-from distcache.popularity.slots import cache_slots
+from distcache.popularity.slots import cache_slots, given_rows
 from distcache.popularity.statistics import read_statistics
 from distcache.store.rows import ACCESS, ZERO_COPY
 from distcache.trainer.plan_cache import measure
@@ -63,7 +56,7 @@ from distcache.trainer.plan_cache import measure
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
 
-_STATES, _DATA_TYPES = ("auto", "replicated", "home"), ("FP32", "FP16", "BF16")
+_STATES = ("auto", "replicated", "home")
 _LEAST_MEMORY = 1e3
 """Bytes of a device; fewer were meant to be of another unit."""
 
@@ -79,7 +72,7 @@ class Options:
     bag_size: list[float] = option([1.0], "ids of a sample in each table, or one for all")
     width: list[int] = option([16], "width D of each table, or one for all")
     data_type: str = option(
-        "FP32", "rows as stored, cached and moved: FP32, FP16 or BF16", choice=_DATA_TYPES
+        "FP32", "of rows as stored, cached and moved", choice=("FP32", "FP16", "BF16")
     )
     batch: int = option(2048, "samples of one rank and step (b)", least=1)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -101,7 +94,7 @@ class Options:
     measure: bool = option(False, "measure inside, host and compute on this machine")
     measure_ranks: int = option(2, "measure=true: local ranks that measure", least=1)
     cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio", least=0)
-    cache_ratio: float = option(0.015, "slots of a rank as a share of all rows")
+    cache_ratio: float = option(0.015, "slots of a rank as a share of all rows", share="(0, 1]")
     state: str = option(
         "auto", "optimizer state of replicated rows: auto, replicated or home", choice=_STATES
     )
@@ -120,90 +113,43 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """What to predict. `between`: of one rank with a card of its own; `device_memory` in bytes,
-    None: not limited; `replicated_rows`: {table: K} or None for the best; `measured`: this machine,
-    None: presets."""
+    """What to predict. `cluster`: the one that is asked for, its link `between` nodes as of one
+    rank with a card of its own; `settings`: without slots; `replicated_rows`: {table: K} or None
+    for the best."""
 
     options: Options
     sources: tuple[TableSource, ...]
     update: RowUpdate
-    inside: Link
-    between: Link
-    host: Link
-    device_memory: int | None
+    cluster: Cluster
+    settings: Settings
     replicated_rows: dict[str, int] | None
     output: Path
-    measured: Cluster | None = None
-
-    @property
-    def state(self) -> str:
-        """Where the optimizer state of replicated rows lies: `replicated` or `home`."""
-        given = self.options.state
-        return self.update.state_place if given == "auto" else given
-
-    @property
-    def widest(self) -> TableSource:
-        """The table whose rows are most of a step's elements."""
-        return max(self.sources, key=lambda source: source.lookups * source.dim)
-
-    @cached_property
-    def dense_parameters(self) -> int:
-        """Of the dense part."""
-        given = self.options.dense_parameters
-        return default_parameters([source.dim for source in self.sources]) if given < 0 else given
-
-    @cached_property
-    def compute(self) -> Compute:
-        """What a rank computes in which time."""
-        if self.measured is not None:
-            return self.measured.compute
-        dim, given = self.widest.dim, self.options.dense_parameters >= 0
-        state, dims = self.update.state_width(dim), [source.dim for source in self.sources]
-        outputs = float(sum(dims))
-        if not given:  # what the layers of the default model take and give, and pairs of vectors
-            layers = dense_layers(round(sum(dims) / len(dims)))
-            outputs += sum(map(sum, layers)) + len(dims) * (len(dims) + 1) / 2
-        return device_compute(self.options.device, dim, state, self.dense_parameters, outputs)
-
-    @property
-    def threads(self) -> HostTimes:
-        """What the threads of a rank's host take, as measured or of the table."""
-        options, found = self.options, HOST if self.measured is None else self.measured.threads
-        if options.planner_threads:
-            found = replace(found, planner_threads=options.planner_threads)
-        return replace(found, row_s=0.0) if options.access == ZERO_COPY else found
 
     def on(self, world: int, nodes: int) -> tuple[Demand, Cluster, Settings]:
         """Demand, cluster and settings of W = `world` ranks on so many nodes, `batch` samples on
         each."""
-        options, cluster = self.options, self._cluster(world, nodes)
+        options, local, between = self.options, world // nodes, self.cluster.between
+        if between is not None:
+            between = between.shared(max(local / (options.cards or local), 1.0))
+        cluster = replace(self.cluster, ranks=world, nodes=nodes, between=between)
         widths = [self.update.state_width(source.dim) for source in self.sources]
-        demand = demand_at(self.sources, widths, options.batch, world, world // nodes)
+        demand = demand_at(self.sources, widths, options.batch, world, local)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
-        rows, window = options.cache_rows or None, options.lookahead
-        ratio = None if rows else options.cache_ratio
-        if window == "auto":
-            ids = options.batch * sum(source.lookups for source in self.sources)
-            window = auto_lookahead(ids, options.prefetch)
-        settings = Settings(
-            tuple(cache_slots(rows, ratio, None, groups, ITEMSIZE, world)),
-            self.state,
-            window,
-            options.prefetch,
-            options.steps or None,
-            ITEMSIZE,
-            self.dense_parameters,
-        )
-        return demand, cluster, settings
+        rows, ratio = options.cache_rows or None, options.cache_ratio
+        slots = cache_slots(rows, None if rows else ratio, None, groups, ITEMSIZE, world)
+        return demand, cluster, replace(self.settings, slots=tuple(slots))
 
-    def _cluster(self, world: int, nodes: int) -> Cluster:
-        local, options = world // nodes, self.options
-        between = self.between.shared(max(local / (options.cards or local), 1.0))
-        links, memory = (self.host, self.inside, between), self.device_memory
-        cluster = Cluster(world, *links, nodes, memory, self.compute, threads=self.threads)
-        if (found := self.measured) is None:
-            return cluster
-        return replace(cluster, collective_s=found.collective_s, overlap=found.overlap)
+
+def widest(sources: Sequence[TableSource]) -> TableSource:
+    """The table whose rows are most of a step's elements."""
+    return max(sources, key=lambda source: source.lookups * source.dim)
+
+
+def host_of(options: Options, found: HostTimes) -> HostTimes:
+    """What the threads of a rank's host take, with the keys that say so."""
+    if options.planner_threads:
+        found = replace(found, planner_threads=options.planner_threads)
+    return replace(found, row_s=0.0) if options.access == ZERO_COPY else found
 
 
 def parse_request(line: Line[Options]) -> Request:
@@ -223,6 +169,8 @@ def parse_request(line: Line[Options]) -> Request:
             "one out",
         )
     measured = options.measure and "device_memory" not in given and "device" not in given
+    stored, update = stored_dtype(options.data_type), row_update(options.optim.name, 0.0)
+    sources = tuple(replace(source, stored=stored) for source in _sources(options, given))
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
         memory = byte_count("device_memory", options.device_memory, kilo=1000)
@@ -232,15 +180,31 @@ def parse_request(line: Line[Options]) -> Request:
             "such as 80g",
         )
     if (rows := options.replicated_rows) is not None:
-        known = isinstance(rows, dict) and all(type(count) is int for count in rows.values())
+        known = isinstance(rows, dict) and all(type(k) is int and k >= 0 for k in rows.values())
         how = "give the rows of each table, '{t_cat_0: 1000}'"
         refuse_if(not known, f"replicated_rows={rows}: {how}")
-        rows = {str(name): count for name, count in rows.items()}
-    stored, update = stored_dtype(options.data_type), row_update(options.optim.name, 0.0)
-    sources = tuple(replace(source, stored=stored) for source in _sources(options, given))
-    links = [parse_link(key, getattr(options, key)) for key in ("inside", "between", "host")]
+        specs = [TableSpec(s.name, s.curve.table_rows, s.dim, (s.name,)) for s in sources]
+        counts = given_rows(rows, specs, "replicated_rows")
+        rows = {table.name: count for table, count in zip(specs, counts, strict=True)}
+    links = [parse_link(key, getattr(options, key)) for key in ("host", "inside", "between")]
+    dims, parameters = [source.dim for source in sources], options.dense_parameters
+    outputs = float(sum(dims))
+    if parameters < 0:  # what the layers of the default model take and give, and pairs of vectors
+        parameters, layers = default_parameters(dims), dense_layers(round(sum(dims) / len(dims)))
+        outputs += sum(map(sum, layers)) + len(dims) * (len(dims) + 1) / 2
+    dim, window = widest(sources).dim, options.lookahead
+    state = update.state_width(dim)
+    compute = device_compute(options.device, dim, state, parameters, outputs)
+    threads = host_of(options, HOST)
+    shape = (options.world_size, *links, options.nodes, memory)
+    cluster = Cluster(*shape, compute, threads=threads)
+    if window == "auto":
+        ids = options.batch * sum(source.lookups for source in sources)
+        window = auto_lookahead(ids, options.prefetch)
+    place = update.state_place if options.state == "auto" else options.state
+    how = (window, options.prefetch, options.steps or None, ITEMSIZE, parameters)
     output = output_folder(options.output, "runs/plan-")
-    return Request(options, sources, update, *links, memory, rows, output)
+    return Request(options, sources, update, cluster, Settings((), place, *how), rows, output)
 
 
 def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
@@ -299,9 +263,9 @@ def measured_here(request: Request) -> Request:
     options, ranks = request.options, request.options.measure_ranks
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "log"
-        want = {"width": request.widest.dim, "tables": len(request.sources), "out": folder}
+        want = {"width": widest(request.sources).dim, "tables": len(request.sources), "out": folder}
         want |= {"batch": options.batch, "optim": options.optim.name}
-        want |= {"table_rows": [source.rows for source in request.sources]}
+        want |= {"table_rows": [source.curve.table_rows for source in request.sources]}
         command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
         code = run_job(command, ranks, said)
         if code or not (Path(folder) / FILE).exists():
@@ -310,8 +274,11 @@ def measured_here(request: Request) -> Request:
                 f"{said.read_text()[-2000:]}"
             )
         found = read_cluster(folder)
-    inside = found.inside if ranks > 1 else request.inside  # one rank has no link to measure
-    return replace(request, host=found.host, inside=inside, measured=found)
+    names = ("host", "compute", "collective_s", "overlap")
+    measured = {name: getattr(found, name) for name in names}
+    measured |= {"inside": found.inside} if ranks > 1 else {}  # one rank has no link to measure
+    threads = host_of(options, found.threads)
+    return replace(request, cluster=replace(request.cluster, threads=threads, **measured))
 
 
 def main() -> int:
@@ -371,27 +338,26 @@ class Plan:
     request: Request
     here: Point
     points: list[Point]
-    crossovers: list[Crossover]
     warnings: list[str]
 
 
 def make_plan(request: Request) -> Plan:
-    """Predict everything. Raises ConfigError for K beyond a table, or a world that is none."""
+    """Predict everything. Raises ConfigError for a world that is none."""
     options, objective = request.options, request.options.objective
     asked = request.on(options.world_size, options.nodes)
     here = compare(*asked, objective, request.replicated_rows)
-    worlds, local = powers_of_two(options.most_ranks), options.world_size // options.nodes
-    shapes = [(world, world // ranks_per_node(world, local)) for world in worlds]
-    points = [compare(*request.on(*shape), objective) for shape in shapes]
+    worlds = [1 << power for power in range(options.most_ranks.bit_length())]
+    local = options.world_size // options.nodes  # or the power of two below it, on each node
+    nodes = [max(1, world >> local.bit_length() - 1) for world in worlds]
+    points = [compare(*request.on(*of), objective) for of in zip(worlds, nodes, strict=True)]
     most, warnings = max(worlds[-1], options.world_size), []
-    known = [source for source in request.sources if source.counted is not None]
-    if short := sum(s.lookups * options.batch * most > (s.counted or 0) for s in known):
+    if short := sum(s.lookups * options.batch * most > s.curve.lookups for s in request.sources):
         warnings.append(
             f"the statistics count fewer lookups than one step of {most} ranks makes in "
             f"{short} of {len(request.sources)} tables: their distinct rows of all ranks are "
             "a lower bound there; count more samples"
         )
-    return Plan(request, here, points, crossovers(points, objective), warnings)
+    return Plan(request, here, points, warnings)
 
 
 if __name__ == "__main__":

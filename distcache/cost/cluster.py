@@ -9,14 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from distcache.errors import ConfigError
-
-
-def _check(key: str, value: float, unit: str, positive: bool = False) -> None:
-    """ConfigError unless a number is finite and at least 0, or above it."""
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        least = "above 0" if positive else "at least 0"
-        raise ConfigError(f"{key}={value}: it must be {least}: give {unit}")
 
 
 @dataclass(frozen=True)
@@ -30,11 +26,6 @@ class Link:
     bandwidth: float
     latency: float = 0.0
     name: str = "given"
-
-    def __post_init__(self) -> None:
-        unit = "bytes per second, such as 25e9"
-        _check(f"{self.name}.bandwidth", self.bandwidth, unit, positive=True)
-        _check(f"{self.name}.latency", self.latency, "seconds, such as 5e-6")
 
     def seconds(self, nbytes: float, messages: float = 1) -> float:
         """Time to send `nbytes` in so many messages; 0 where nothing is sent."""
@@ -77,14 +68,6 @@ class Compute:
     copy_s: float = 0.0
     sample_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            _check(f"compute.{key}", value, "seconds")
-
-    def rows_s(self, lookups: float, updates: float, copies: float) -> float:
-        """Seconds of so many ids looked up, rows updated and rows copied."""
-        return self.lookup_s * lookups + (self.update_s * updates + self.copy_s * copies)
-
 
 @dataclass(frozen=True)
 class HostTimes:
@@ -116,28 +99,6 @@ class HostTimes:
     serial: float = 1.0
     planner_threads: int = 1
     name: str = "given"
-
-    def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            if key.endswith("_s"):
-                _check(f"threads.{key}", value, "seconds")
-        if not 0 <= self.serial <= 1:
-            raise ConfigError(f"threads.serial={self.serial}: it is a share, from 0 to 1")
-        if self.planner_threads < 1:
-            raise ConfigError(f"planner_threads={self.planner_threads}: give at least 1")
-
-    def planner(self, counts: Mapping[str, float], world: int) -> float:
-        """Seconds until a step of W = `world` ranks is planned (Amdahl 1967); `counts`: how often
-        each of these times is taken, by its name."""
-        work = sum(getattr(self, name) * count for name, count in counts.items())
-        share = self.serial + (1.0 - self.serial) / self.planner_threads
-        return self.planning_s + share * work + self.exchange_s * math.log2(world)
-
-    def mover(self, launches: float, nbytes: float, rows: float) -> float:
-        """Seconds of a step's movement: copies and kernels issued, bytes of index tensors, rows
-        that come or leave."""
-        own = self.moving_s + self.byte_s * nbytes + self.moved_s * rows
-        return own + self.launch_s * launches + self.row_s * rows
 
 
 HOST = HostTimes(
@@ -197,6 +158,13 @@ def device_compute(
     return Compute(4 * row / memory, update, 2 * row / memory, sample)
 
 
+_PARTS = {
+    **dict.fromkeys(("host", "inside", "between"), Link),
+    **{"compute": Compute, "threads": HostTimes},
+}
+"""What a cluster is made of."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """W = `ranks` ranks on `nodes` nodes of as many each.
@@ -233,10 +201,17 @@ class Cluster:
                 f"nodes={self.nodes}, and the bandwidth between them is missing: give between= a "
                 f"preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 3e-6}}'"
             )
-        if not 0 <= self.overlap <= 1:
-            raise ConfigError(f"overlap={self.overlap}: it is a share, from 0 to 1")
-        if self.device_memory is not None and self.device_memory < 1:
-            raise ConfigError(f"device_memory={self.device_memory}: give bytes, at least 1")
+        for key, share in (("overlap", self.overlap), ("threads.serial", self.threads.serial)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{key}={share}: it is a share, from 0 to 1")
+        above = {"bandwidth": "bytes per second, such as 25e9", "planner_threads": "how many"}
+        for part in _PARTS:
+            for name, value in vars(getattr(self, part) or self.host).items():
+                strange = not (isinstance(value, int | float) and math.isfinite(value))
+                if name != "name" and (strange or value < 0 or (value == 0 and name in above)):
+                    least = "above 0" if name in above else "at least 0"
+                    how = above.get(name, "seconds")
+                    raise ConfigError(f"{part}.{name}={value}: it must be {least}: give {how}")
 
     @property
     def local_ranks(self) -> int:
@@ -252,20 +227,12 @@ def parse_link(key: str, value: str | Mapping[str, Any] | None) -> Link:
     how = f"a preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 5e-6}}'"
     if isinstance(value, str) and value.lower() in PRESETS:
         return PRESETS[value.lower()]
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={value}: the link is not known: give {how}")
-    unknown = sorted(str(name) for name in value if name not in ("bandwidth", "latency"))
-    if unknown:
-        raise ConfigError(f"{key}.{unknown[0]}: no such key of a link: give {how}")
-    if value.get("bandwidth") is None:
-        raise ConfigError(f"{key}={dict(value)}: the bandwidth is missing: give {how}")
-    numbers = {}
-    for name in value:
-        try:
-            numbers[name] = float(value[name])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{key}.{name}={value[name]} is not a number: give {how}") from error
-    return Link(numbers["bandwidth"], numbers.get("latency", 0.0), key)
+    try:
+        found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Link), value))
+    except (ValueError, OmegaConfBaseException) as error:
+        why = str(error).partition("\n")[0] if isinstance(value, Mapping) else "no such link"
+        raise ConfigError(f"{key}={value}: {why}: give {how}") from error
+    return replace(found, name=key)
 
 
 def check_world(cluster: Cluster, sizes: Sequence[int]) -> None:
@@ -305,22 +272,11 @@ def read_cluster(path: str | Path, key: str = "cache.cluster") -> Cluster:
     how = f"give the {FILE} of python -m distcache.plan, or leave {key} out to measure"
     try:
         values = json.loads(file.read_text())
+        known = {name: kind for name, kind in _PARTS.items() if values.get(name) is not None}
+        return Cluster(**values | {name: kind(**values[name]) for name, kind in known.items()})
     except OSError as error:
         raise ConfigError(f"{key}={path}: cannot be read ({error.strerror}): {how}") from error
-    except ValueError as error:
-        raise ConfigError(f"{key}={path} is no JSON ({error}): {how}") from error
-    try:
-        for name in ("ranks", "host", "inside"):
-            if values.get(name) is None:
-                raise ConfigError(f"{name} is missing: give the {FILE} of python -m distcache.plan")
-        for name in ("host", "inside", "between"):
-            if (given := values.get(name)) is not None:  # errors call it by its key
-                own = {part: value for part, value in given.items() if part != "name"}
-                values[name] = replace(parse_link(name, own), name=given.get("name", "given"))
-        for name, make in (("compute", Compute), ("threads", HostTimes)):
-            values[name] = make(**values.get(name, {}))
-        return Cluster(**values)
     except ConfigError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{key}={path} describes no cluster ({error!r}): {how}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{key}={path} describes no cluster ({error}): {how}") from error

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from distcache.data.synthetic import ZipfTables
-from distcache.errors import ConfigError
-from distcache.popularity.curve import Curve, room_for
+from distcache.popularity.curve import Curve, room_of
 from distcache.popularity.statistics import Statistics
 
 
@@ -25,18 +24,13 @@ def zipf_curve(rows: int, exponent: float) -> Curve:
 
 @dataclass(frozen=True)
 class TableSource:
-    """A table whose use is predicted: `rows` x `dim`, `lookups` ids of it in a sample on average.
-
-    `name`: of the table; `counted`: lookups that were counted, None where the law is known;
-    `stored`: as `TableSpec.dtype`.
-    """
+    """A table whose use is predicted: rows of `dim` elements, `lookups` ids of it in a sample on
+    average. `name`: of the table; `stored`: as `TableSpec.dtype`."""
 
     name: str
-    rows: int
     dim: int
     lookups: float
     curve: Curve
-    counted: float | None = None
     stored: torch.dtype | None = None
 
 
@@ -49,36 +43,24 @@ def zipf_sources(
     """Tables t_cat_0, ... by Zipf's law; all sequences have an entry for each."""
     each = enumerate(zip(table_rows, dims, lookups, exponents, strict=True))
     return [
-        TableSource(f"t_cat_{index}", rows, dim, count, zipf_curve(rows, exponent))
+        TableSource(f"t_cat_{index}", dim, count, zipf_curve(rows, exponent))
         for index, (rows, dim, count, exponent) in each
     ]
 
 
 def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSource]:
     """The tables of `statistics`, `dims` wide; as many lookups a sample as were counted."""
-    found = []
-    for table, dim in zip(statistics.tables, dims, strict=True):
-        own = Curve.of(table, statistics.samples)
-        each, counted = own.per_sample, float(table.lookups)
-        found.append(TableSource(table.table, table.rows, dim, each, own, counted=counted))
-    return found
+    curves = [Curve.of(table, statistics.samples) for table in statistics.tables]
+    return [
+        TableSource(table.table, dim, own.per_sample, own)
+        for table, dim, own in zip(statistics.tables, dims, curves, strict=True)
+    ]
 
 
 # -----------------------------------------------------------------------------
 # Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and
 # step, q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of
 # a node.
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """Rows as a cache meets them again: `count` rows that a step touches with probability `world`,
-    among the rows [start, end). Float64 `[m]`."""
-
-    count: np.ndarray
-    world: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
 
 
 def _expected(*chances: str) -> property:
@@ -98,7 +80,8 @@ class TableDemand:
     `start`, `end` float64 `[k]`: the rows [start, end) of the table, in the order in which prefixes
     are taken, among which they lie. `lookups`: of one rank and step.
     `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
-    q on one node, and where each rank is one. `reuse`: None: the same rows (see `with_mixture`).
+    q on one node, and where each rank is one. `reuse`: the rows as a cache meets them again, whose
+    `world` alone is of interest, None: the same rows (see `with_mixture`).
     """
 
     name: str
@@ -110,22 +93,16 @@ class TableDemand:
     start: np.ndarray
     end: np.ndarray
     lookups: float
-    reuse: Reuse | None = None
+    reuse: TableDemand | None = None
 
     def split(self, prefix: float) -> tuple[TableDemand, TableDemand]:
-        """The table's replicated prefix of so many rows, and the rest, as two tables.
-
-        Raises ConfigError for a prefix beyond the table.
-        """
-        if not 0 <= prefix <= self.rows:
-            raise ConfigError(
-                f"replicated_rows: {self.name}={prefix:g}, but the table has {self.rows} "
-                f"rows: give 0 to {self.rows}"
-            )
+        """The table's replicated prefix of so many rows, and the rest, as two tables."""
         return self._part(prefix, True), self._part(prefix, False)
 
     def _part(self, prefix: float, first: bool) -> TableDemand:
-        share = _share(self, prefix, first)
+        width = np.maximum(self.end - self.start, 1e-300)
+        share = np.clip((prefix - self.start) / width, 0.0, 1.0)
+        share = share if first else 1.0 - share
         kept = share > 0
         of_rows = ("rank", "world", "node", "start", "end")
         parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in of_rows}
@@ -134,8 +111,7 @@ class TableDemand:
             part = float(parts["rank"] @ parts["count"])
             parts["lookups"] = self.lookups * part / self.rank_rows
         if self.reuse is not None:
-            again = self.reuse.count * _share(self.reuse, prefix, first)
-            parts["reuse"] = replace(self.reuse, count=again)
+            parts["reuse"] = self.reuse._part(prefix, first)
         return replace(self, rows=round(prefix if first else self.rows - prefix), **parts)
 
     @property
@@ -155,13 +131,6 @@ class TableDemand:
     independent."""
     late_node_rows = _expected("node", "world")
     """The same of a node's distinct rows."""
-
-
-def _share(buckets: TableDemand | Reuse, prefix: float, first: bool) -> np.ndarray:
-    """The share of each bucket's rows in the `first` so many rows of the table, or after them."""
-    width = np.maximum(buckets.end - buckets.start, 1e-300)
-    inside = np.clip((prefix - buckets.start) / width, 0.0, 1.0)
-    return inside if first else 1.0 - inside
 
 
 def _sum_of(parts: str, name: str) -> property:
@@ -190,7 +159,7 @@ class GroupDemand:
     lookups = _sum_of("tables", "lookups")
 
     def split(self, prefixes: Sequence[float]) -> tuple[GroupDemand, GroupDemand]:
-        """The replicated prefixes of all tables, and the rest."""
+        """The replicated prefixes of all tables, of so many rows each, and the rest."""
         pairs = [t.split(k) for t, k in zip(self.tables, prefixes, strict=True)]
         parts = (tuple(pair[side] for pair in pairs) for side in (0, 1))
         hot, cold = (replace(self, tables=tables) for tables in parts)
@@ -203,18 +172,11 @@ class GroupDemand:
         return self.dim * own + state * itemsize
 
     def buffers(self, world_size: int) -> tuple[float, float, float]:
-        """Rows that there is room for (`room_for`): of a rank, of all ranks, and of one home.
-
-        Variances are those of rows touched independently, an upper bound: lookups are shared out,
-        which binds rows negatively.
-        """
-        spread = [0.0, 0.0, 0.0]
-        for table in self.tables:
-            for place, chance in enumerate((table.rank, table.world, table.world / world_size)):
-                spread[place] += float((chance * (1 - chance)) @ table.count)
-        rank, world = self.rank_rows, self.world_rows
-        own, every, home = map(room_for, (rank, world, world / world_size), spread)
-        return own, every, home
+        """Rows that there is room for (`room_of`): of a rank, of all ranks, and of one home."""
+        rows = [table.count for table in self.tables]
+        ranks, every = [t.rank for t in self.tables], [t.world for t in self.tables]
+        homes = [chance / world_size for chance in every]
+        return room_of(ranks, rows), room_of(every, rows), room_of(homes, rows)
 
 
 @dataclass(frozen=True)
@@ -238,20 +200,6 @@ class Demand:
     rank_rows = _sum_of("groups", "rank_rows")
     world_rows = _sum_of("groups", "world_rows")
 
-    def prefixes(self, rows: dict[str, int]) -> list[list[float]]:
-        """A replicated prefix for each table of each group, from {table: rows}; others 0.
-
-        Raises ConfigError for a name that is no table.
-        """
-        known = {table.name for table in self.tables}
-        for name, count in rows.items():  # how many a table has, its `split` says
-            if name not in known:
-                names = ", ".join([table.name for table in self.tables][:20])
-                raise ConfigError(
-                    f"replicated_rows: {name}={count} names no table: choose from {names}"
-                )
-        return [[float(rows.get(t.name, 0)) for t in group.tables] for group in self.groups]
-
 
 # -----------------------------------------------------------------------------
 # How popular the rows behind small counts are: those seen a few times, and those not seen yet.
@@ -271,7 +219,7 @@ _LEAST = 1e-3
 is left out."""
 
 
-def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> Reuse | None:
+def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> TableDemand | None:
     """A table's rows as a cache will meet them, over S = `counted` steps as many as were counted.
 
     `uses` float64 `[k]`: how often the rows of each bucket were looked up, whole numbers. Rows
@@ -301,12 +249,14 @@ def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> Reuse 
     shares /= shares.sum(axis=1, keepdims=True)
     bucket, rate = np.nonzero(shares * rows[:, None])
     count, found = rows[bucket] * shares[bucket, rate], chance[rate]
-    return Reuse(
-        np.concatenate((table.count[kept], count)),
-        np.concatenate((table.world[kept], found * (touched / float(count @ found)))),
-        np.concatenate((table.start[kept], start[bucket])),
-        np.concatenate((table.end[kept], end[bucket])),
-    )
+    parts = {
+        "count": (table.count[kept], count),
+        "world": (table.world[kept], found * (touched / float(count @ found))),
+        "start": (table.start[kept], start[bucket]),
+        "end": (table.end[kept], end[bucket]),
+    }
+    again: dict[str, Any] = {name: np.concatenate(pair) for name, pair in parts.items()}
+    return replace(table, rank=again["world"], node=again["world"], **again)
 
 
 def _poisson(rates: np.ndarray) -> np.ndarray:
@@ -362,7 +312,7 @@ def _table(source: TableSource, batch: float, world_size: int, local_ranks: int)
     ranks = (1, world_size, local_ranks if local_ranks < world_size else 1)
     touched = [curve.touched(number * lookups) for number in ranks]
     place = (end - count, end)
-    found = TableDemand(source.name, source.rows, count, *touched, *place, lookups)
+    found = TableDemand(source.name, curve.table_rows, count, *touched, *place, lookups)
     if math.isinf(curve.lookups):
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distcache.cost.cluster import Cluster, Compute, HostTimes
-from distcache.cost.demand import Demand, TableDemand
+from distcache.cost.demand import Demand
 from distcache.cost.traffic import (
     AT_HOME,
     CACHED,
@@ -189,14 +189,17 @@ def host_seconds(
     ids = sum(group.lookups for group in demand.groups)
     placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
-    counts = {"id_s": ids, "named_s": demand.rank_rows, "placed_s": placed}
-    counts |= {"decided_s": decided, "fetched_s": hits.fetched / world}
+    planner = threads.id_s * ids + threads.named_s * demand.rank_rows + threads.placed_s * placed
+    planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
+    planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
+    planner += threads.planning_s + threads.exchange_s * math.log2(world)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     moved = (hits.fetched + hits.written_back) / world
+    mover = threads.moving_s + threads.byte_s * nbytes + (threads.moved_s + threads.row_s) * moved
+    mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    mover = threads.mover(MOVES + GROUP_MOVES * groups, nbytes, moved)
-    return HostSeconds(launches, threads.planner(counts, world), mover), nbytes
+    return HostSeconds(launches, planner, mover), nbytes
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:
@@ -235,15 +238,13 @@ class Settings:
 class Prediction:
     """What a step costs, per rank and step.
 
-    `inside`, `between`: of `traffic.collective_bytes`; `device_bytes`: of slots or shards, and
-    buffers; `refused`: why it cannot run, None if it can; `hits`: over all groups, None for hybrid
-    layouts, which fetch nothing; `replicated_rows`: {table: K} of `mixed`.
+    `device_bytes`: of slots or shards, and buffers; `refused`: why it cannot run, None if it can;
+    `hits`: over all groups, None for hybrid layouts, which fetch nothing; `replicated_rows`:
+    {table: K} of `mixed`.
     """
 
     placement: str
     traffic: Traffic
-    inside: float
-    between: float
     time: StepTime
     device_bytes: float
     refused: str | None = None
@@ -272,8 +273,7 @@ def predict(
     `RESIDENT`.
 
     `replicated_rows`: {table: K} of `mixed`, others 0. Raises ConfigError for a placement that is
-    none, K beyond a table, or a demand of another number of ranks, or of ranks of a node, than the
-    cluster has.
+    none, or a demand of another number of ranks, or of ranks of a node, than the cluster has.
     """
     local = demand.local_ranks if cluster.nodes > 1 else cluster.local_ranks
     if (demand.world_size, local) != (cluster.ranks, cluster.local_ranks):
@@ -287,9 +287,12 @@ def predict(
         settings = replace(settings, slots=tuple(group.rows for group in demand.groups))
     elif placement not in CACHED:
         raise ConfigError(f"placement {placement} is unknown: choose {', '.join(CACHED + HYBRID)}")
-    prefixes = demand.prefixes(dict(replicated_rows or {}) if placement == MIXED else {})
+    rows: Mapping[str, int] = {}
     if placement in (REPLICATED, RESIDENT):
-        prefixes = [[float(table.rows) for table in group.tables] for group in demand.groups]
+        rows = {table.name: table.rows for table in demand.tables}
+    elif placement == MIXED and replicated_rows:
+        rows = replicated_rows
+    prefixes = [[rows.get(table.name, 0) for table in g.tables] for g in demand.groups]
     return _cached(placement, demand, cluster, settings, prefixes)
 
 
@@ -298,7 +301,7 @@ def _cached(
     demand: Demand,
     cluster: Cluster,
     settings: Settings,
-    prefixes: Sequence[Sequence[float]],
+    prefixes: Sequence[Sequence[int]],
 ) -> Prediction:
     world, item, state = demand.world_size, settings.itemsize, settings.state
     parts: list[Part] = []
@@ -308,7 +311,7 @@ def _cached(
         shared, own = split_slots(slots, *homes, world) if cold.rows else (slots, 0)
         parts += [Part(hot, shared, True), Part(cold, own, False)]
     parts.sort(key=lambda part: not part.copied)
-    hits, exchanges, host_in, host_out = Hits(0.0, 0.0, 0.0), list[Exchange](), 0.0, 0.0
+    found, exchanges, host_in, host_out = list[Hits](), list[Exchange](), 0.0, 0.0
     for part in parts:
         ahead = (settings.window, settings.prefetch, settings.steps)
         own = expected_hits(part.rows, part.slots * (1 if part.copied else world), *ahead)
@@ -321,7 +324,8 @@ def _cached(
         row = part.rows.row_bytes(item, part.rows.state_width)
         host_in += own.fetched / world * row
         host_out += own.written_back / world * row
-        hits += own
+        found.append(own)
+    hits = Hits(*map(sum, zip(*found, strict=True)))
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
     threads, index = host_seconds(demand, cluster.threads, parts, hits, placement)
@@ -334,8 +338,7 @@ def _cached(
     for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
         replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
     refused = _too_small(parts, world) or _too_large(memory, cluster)
-    links = traffic.by_link(cluster)
-    return Prediction(placement, traffic, *links, time, memory, refused, hits, replicated)
+    return Prediction(placement, traffic, time, memory, refused, hits, replicated)
 
 
 def _row_seconds(parts: Sequence[Part], state: str, world: int, compute: Compute) -> float:
@@ -353,7 +356,7 @@ def _row_seconds(parts: Sequence[Part], state: str, world: int, compute: Compute
         else:
             updates += every / world
             copies += (4 if world > 1 else 1) * near
-    return compute.rows_s(lookups, updates, copies)
+    return compute.lookup_s * lookups + (compute.update_s * updates + compute.copy_s * copies)
 
 
 def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -> Prediction:
@@ -363,12 +366,10 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     dense = dense_exchange(settings.dense_parameters, world, item)
     traffic = Traffic((*exchanges, dense))
     lookups = sum(group.lookups for group in demand.groups)
-    updates = demand.world_rows / world
-    sparse = cluster.compute.rows_s(busiest * lookups, busiest * updates, 0.0)
-    compute = cluster.compute.sample_s * demand.batch, sparse
-    launches = cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES)
-    threads = HostSeconds(launches)
-    time = step_time(traffic, cluster, compute, threads, ddp=True)
+    updates, each = demand.world_rows / world, cluster.compute
+    sparse = busiest * (each.lookup_s * lookups + each.update_s * updates)
+    threads = HostSeconds(cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES))
+    time = step_time(traffic, cluster, (each.sample_s * demand.batch, sparse), threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)
     odd = [group.dim for group in demand.groups if group.dim % _KERNEL_WIDTH]
@@ -376,8 +377,7 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
         refused = f"width {odd[0]} is no multiple of {_KERNEL_WIDTH}, which FBGEMM's kernels need"
     elif refused is not None:
         refused += f" (the fullest rank holds {largest:,.0f} rows)"
-    links = traffic.by_link(cluster)
-    return Prediction(layout, traffic, *links, time, memory, refused)
+    return Prediction(layout, traffic, time, memory, refused)
 
 
 def _too_large(memory: float, cluster: Cluster) -> str | None:
@@ -419,21 +419,11 @@ _CLEARLY = 0.01
 """`mixed` has a parameter to go wrong: it is chosen where it saves at least this share."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The placement to use. `replicated_rows`: {table: K} of `mixed`, else empty; `predictions`: of
-    all placements that were compared, the chosen one first; `why`: in a sentence."""
-
-    placement: str
-    replicated_rows: dict[str, int]
-    predictions: tuple[Prediction, ...]
-    why: str
-
-
 def choose_placement(
     demand: Demand, cluster: Cluster, settings: Settings, objective: str = "time"
-) -> Choice:
-    """The placement of cached rows with the lowest predicted cost on `cluster`.
+) -> tuple[Prediction, str]:
+    """The placement of cached rows with the lowest predicted cost on `cluster`, and why, in a
+    sentence.
 
     `demand`: of one step, by `demand_at`; `objective`: `time` or `bytes`. Compares sharded,
     replicated and mixed at its best K. Placements that would be refused (too few slots, too little
@@ -441,8 +431,8 @@ def choose_placement(
     one per cent. Pure and deterministic: ranks that call it with equal arguments choose alike.
     Raises ConfigError where no placement fits, with the reason of each.
     """
-    found = _cached_placements(demand, cluster, settings, objective)
-    best = winner(found, objective)
+    found = compare(demand, cluster, settings, objective, hybrid=False)
+    best, found = found.best, found.predictions
     if best is None:
         reasons = "; ".join(f"{p.placement}: {p.refused}" for p in found)
         raise ConfigError(f"cache.placement=auto: no placement fits: {reasons}")
@@ -450,27 +440,11 @@ def choose_placement(
     units = {"time": ("ms per step", 1e3), "bytes": ("KiB per rank and step", 1 / 1024)}
     (unit, scale), texts = units[objective], []
     for p in order:
-        cost, digits = p.cost[objective] * scale, 2
-        if cost > 0:  # three digits that count, or more
-            digits = max(0, min(9, 2 - math.floor(math.log10(cost))))
+        cost = p.cost[objective] * scale  # three digits that count, or more
+        digits = max(2, min(9, 2 - math.floor(math.log10(cost or 1.0))))
         texts.append(f"{p.placement} {cost:,.{digits}f}{' (refused)' * bool(p.refused)}")
     why = f"predicted {unit}: {', '.join(texts)}"
-    return Choice(best.placement, best.replicated_rows, tuple(order), why)
-
-
-def _cached_placements(
-    demand: Demand,
-    cluster: Cluster,
-    settings: Settings,
-    objective: str,
-    replicated_rows: Mapping[str, int] | None = None,
-) -> list[Prediction]:
-    """Sharded, replicated and mixed, with `replicated_rows` or at its best K where it has one."""
-    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
-    if replicated_rows is not None:
-        return [*found, predict(MIXED, demand, cluster, settings, replicated_rows)]
-    mixed = best_mixed(demand, cluster, settings, objective)
-    return found if mixed is None else [*found, mixed]
+    return best, why
 
 
 def winner(predictions: Sequence[Prediction], objective: str) -> Prediction | None:
@@ -508,7 +482,10 @@ def candidate_prefixes(demand: Demand, settings: Settings) -> list[dict[str, int
         return []
     found: list[dict[str, int]] = []
     for threshold in np.geomspace(max(likely) * 0.999, min(least), _THRESHOLDS):
-        rows = {t.name: prefix_above(t, float(threshold)) for t in demand.tables}
+        rows = {}  # of each table the longest prefix of rows that are as likely
+        for t in demand.tables:
+            likelier = int(np.append(t.rank >= threshold, False).argmin())
+            rows[t.name] = round(float(np.append(0.0, t.end)[likelier]))
         for group, slots in zip(demand.groups, settings.slots, strict=True):
             if sum(rows[t.name] for t in group.tables) > _MOST_OF_CACHE * slots:
                 return found
@@ -516,20 +493,6 @@ def candidate_prefixes(demand: Demand, settings: Settings) -> list[dict[str, int
         if any(rows.values()) and not whole and (not found or rows != found[-1]):
             found.append(rows)
     return found
-
-
-def prefix_above(table: TableDemand, threshold: float) -> int:
-    """The longest prefix of a table in which a rank touches rows with at least probability
-    `threshold`, on average over those that lie together."""
-    if not len(table.start):
-        return 0
-    starts, where = np.unique(table.start, return_inverse=True)
-    ends = np.zeros(len(starts))
-    np.maximum.at(ends, where, table.end)
-    touched = np.bincount(where, weights=table.rank * table.count, minlength=len(starts))
-    below = np.flatnonzero(touched / np.maximum(ends - starts, 1e-300) < threshold)
-    stop = int(below[0]) if len(below) else len(starts)
-    return round(float(ends[stop - 1])) if stop else 0
 
 
 @dataclass(frozen=True)
@@ -542,29 +505,9 @@ class Point:
     predictions: tuple[Prediction, ...]
     best: Prediction | None
 
-    @property
-    def world_size(self) -> int:
-        """W."""
-        return self.cluster.ranks
-
     def of(self, placement: str) -> Prediction | None:
         """The prediction of a placement; None where it was not made."""
         return next((p for p in self.predictions if p.placement == placement), None)
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """Between `before` and `after` ranks the cheapest layout changes from `old` to `new`; by
-    power laws between the two, at about `at` ranks."""
-
-    before: int
-    after: int
-    at: float
-    old: str
-    new: str
-
-    def __str__(self) -> str:
-        return f"{self.at:,.{0 if self.at >= 10 else 1}f}"
 
 
 def compare(
@@ -573,42 +516,32 @@ def compare(
     settings: Settings,
     objective: str,
     replicated_rows: Mapping[str, int] | None = None,
+    hybrid: bool = True,
 ) -> Point:
-    """Every placement of cached rows (mixed with `replicated_rows`, None: at its best K) and every
-    hybrid layout."""
-    found = _cached_placements(demand, cluster, settings, objective, replicated_rows)
-    found += [predict(name, demand, cluster, settings) for name in HYBRID]
+    """Every placement of cached rows, mixed with `replicated_rows` (None: at its best K, where it
+    has one), and every hybrid layout, where these are asked for."""
+    found = [predict(name, demand, cluster, settings) for name in (SHARDED, REPLICATED)]
+    if replicated_rows is not None:
+        found.append(predict(MIXED, demand, cluster, settings, replicated_rows))
+    elif mixed := best_mixed(demand, cluster, settings, objective):
+        found.append(mixed)
+    found += [predict(name, demand, cluster, settings) for name in HYBRID if hybrid]
     return Point(cluster, demand, tuple(found), winner(found, objective))
 
 
-def crossovers(points: Sequence[Point], objective: str) -> list[Crossover]:
+class Crossover(NamedTuple):
+    """Between `before` and `after` ranks the cheapest layout changes from `old` to `new`."""
+
+    before: int
+    after: int
+    old: str
+    new: str
+
+
+def crossovers(points: Sequence[Point]) -> list[Crossover]:
     """Where the winner changes from one point to the next."""
-    found = []
-    for first, second in itertools.pairwise(points):
-        if first.best is None or second.best is None:
-            continue
-        old, new = first.best.placement, second.best.placement
-        if old == new:
-            continue
-        there, here = first.of(new), second.of(old)
-        part, pair = 0.5, (there, first.best, here, second.best)
-        costs = [p.cost[objective] for p in pair if p is not None]
-        if len(costs) == 4 and min(costs) > 0:
-            # How much dearer the new one is at the first point, and how much cheaper at the second.
-            before, after = math.log(costs[0] / costs[1]), math.log(costs[2] / costs[3])
-            if min(before, after) >= 0 < before + after:
-                part = before / (before + after)
-        growth = second.world_size / first.world_size
-        at = first.world_size * growth**part
-        found.append(Crossover(first.world_size, second.world_size, at, old, new))
-    return found
-
-
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
-
-
-def ranks_per_node(world_size: int, most: int) -> int:
-    """As many ranks of a node as it has at `most`, such that nodes have equally many."""
-    return max(d for d in range(1, min(world_size, most) + 1) if world_size % d == 0)
+    return [
+        Crossover(one.cluster.ranks, other.cluster.ranks, one.best.placement, other.best.placement)
+        for one, other in itertools.pairwise(points)
+        if one.best and other.best and one.best.placement != other.best.placement
+    ]

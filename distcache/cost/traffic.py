@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -120,11 +121,6 @@ def split(exchange: Exchange, cluster: Cluster) -> tuple[float, float]:
     return exchange.nbytes * (1 - leaving), exchange.nbytes * leaving
 
 
-def remote_share(world_size: int) -> float:
-    """k: the share of rows whose home is another rank."""
-    return (world_size - 1) / world_size
-
-
 AT_HOME = "home"
 """The optimizer state of replicated rows lies at their homes alone."""
 
@@ -136,7 +132,7 @@ def replicated_exchanges(
 
     Rows are fetched with their state unless that lies at home, which sends back sums, or rows.
     """
-    k, gradient = remote_share(world_size), group.dim * itemsize
+    k, gradient = (world_size - 1) / world_size, group.dim * itemsize
     filled = group.row_bytes(itemsize, 0 if state == AT_HOME else group.state_width)
     back = group.row_bytes(itemsize) if state == AT_HOME else gradient
     return [
@@ -156,7 +152,7 @@ def sharded_exchanges(
     others.
     """
     row, gradient = group.row_bytes(itemsize), group.dim * itemsize
-    k, local = remote_share(world_size), world_size // nodes
+    k, local = (world_size - 1) / world_size, world_size // nodes
     stages = {
         "late_rows": (group.late_rows, group.late_node_rows),
         "early_rows": (group.rank_rows - group.late_rows, group.node_rows - group.late_node_rows),
@@ -175,7 +171,7 @@ def sharded_exchanges(
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:
     """A hybrid layout of `HYBRID`, whose tables are read by one feature each."""
     world, batch = demand.world_size, demand.batch
-    k = remote_share(world)
+    k = (world - 1) / world
     cut, whole, tables = 0.0, 0.0, 0
     for group in demand.groups:
         in_rows, kept = _cut(group, layout, world)
@@ -208,7 +204,7 @@ def _cut(
 
 def dense_exchange(parameters: int, world_size: int, itemsize: int = 4) -> Exchange:
     """The all-reduce of the dense gradients."""
-    nbytes = 2 * remote_share(world_size) * parameters * itemsize
+    nbytes = 2 * (world_size - 1) / world_size * parameters * itemsize
     return Exchange(DENSE, nbytes, pattern=TREE)
 
 
@@ -273,8 +269,7 @@ def hybrid_memory(
 # `replay` counts what this estimates.
 
 
-@dataclass(frozen=True)
-class Hits:
+class Hits(NamedTuple):
     """Per step, over all homes: `touched` distinct rows, of which `fetched` are missing, and
     `written_back` rows that leave for them."""
 
@@ -286,10 +281,6 @@ class Hits:
     def rate(self) -> float:
         """Hit rate of distinct rows; 1 where none is touched."""
         return 1.0 - self.fetched / self.touched if self.touched else 1.0
-
-    def __add__(self, other: Hits) -> Hits:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Hits(*(one + more for one, more in pairs))
 
 
 def expected_hits(
@@ -310,38 +301,31 @@ def expected_hits(
     touched = float(rows @ chance)
     if touched == 0:
         return Hits(0.0, 0.0, 0.0)
-    warm = _warm(rows, chance, slots, window, prefetch)
+    inside, missing = _warm(rows, chance, slots, window, prefetch)
+    missed = float((1.0 - inside) @ missing)
     if steps is None:
-        missing = float(((1.0 - warm.inside) * warm.missing).sum())
-        return Hits(touched, missing, missing)
-    seen = float(rows @ (1.0 - (1.0 - chance) ** steps))
-    if seen <= slots:  # nothing leaves
-        return Hits(touched, seen / steps, 0.0)
-    fetched = warm.fetched(rows, chance, steps)
+        return Hits(touched, missed, missed)
+
+    def seen(steps: int) -> np.ndarray:
+        return rows * (1.0 - (1.0 - chance) ** steps)
+
+    if (every := float(seen(steps).sum())) <= slots:  # nothing leaves
+        return Hits(touched, every / steps, 0.0)
+    fetched = missed * steps + float(inside @ seen(steps))  # were popularity known from the start
     small = miniature(rows, chance, slots, (window, prefetch), steps)
     if small is not None:
         played, again = small
-        first = float(rows @ (1.0 - (1.0 - chance) ** played))
-        fetched += first + again - warm.fetched(rows, chance, played)
+        fetched += float((1.0 - inside) @ seen(played)) + again - missed * played
     return Hits(touched, fetched / steps, max(fetched - slots, 0.0) / steps)
 
 
-@dataclass(frozen=True)
-class _Warm:
-    """A warm cache, by bucket, float64 `[k]`: the share of rows that stay for good (`inside`), and
-    the rows of a step that a cache without them would not have (`missing`)."""
+def _warm(
+    rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefetch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A warm cache, by bucket, float64 `[k]`: the share of rows that stay for good, and the rows of
+    a step that a cache without them would not have.
 
-    inside: np.ndarray
-    missing: np.ndarray
-
-    def fetched(self, rows: np.ndarray, chance: np.ndarray, steps: int) -> float:
-        """Rows that the first so many steps fetch if popularity were known from the start."""
-        seen = rows * (1.0 - (1.0 - chance) ** steps)
-        return float((1.0 - self.inside) @ self.missing * steps + self.inside @ seen)
-
-
-def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefetch: int) -> _Warm:
-    """Static rows hit always, the others where they are used again soon.
+    Static rows hit always, the others where they are used again soon.
 
     A row that passes through stays P + 1 steps, or until its next use if that is at most
     G = P + 1 + L steps away: so the planner sees it when the row might leave.
@@ -359,7 +343,7 @@ def _warm(rows: np.ndarray, chance: np.ndarray, slots: float, window: int, prefe
     if room[0] < slots:
         static = float(np.interp(slots, room, ends))
     inside = np.clip((static - ends[:-1]) / rows, 0.0, 1.0)
-    return _Warm(inside, rows * chance * (1.0 - chance) ** kept)
+    return inside, rows * chance * (1.0 - chance) ** kept
 
 
 # -----------------------------------------------------------------------------
@@ -422,8 +406,5 @@ def _draw(rows: np.ndarray, rate: np.ndarray, steps: int) -> list[np.ndarray]:
     row = (ends - whole)[bucket] + np.floor(rng.random(len(bucket)) * whole[bucket])
     step = rng.integers(0, steps, len(bucket))
     _, row = np.unique(row, return_inverse=True)
-    order = np.lexsort((row, step))
-    row, step = row[order], step[order]
-    first = np.append(True, (np.diff(row) != 0) | (np.diff(step) != 0))[: len(row)]
-    row, step = row[first], step[first]
+    step, row = np.divmod(np.unique(step * (len(row) + 1) + row), len(row) + 1)
     return np.split(row, np.searchsorted(step, np.arange(1, steps)))

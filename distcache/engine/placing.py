@@ -10,21 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from distcache.comm.link import on_first
+from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.demand import Demand, counted_sources, demand_at
-from distcache.cost.predict import Choice, Settings, best_mixed, choose_placement
+from distcache.cost.predict import Prediction, Settings, best_mixed, choose_placement
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate
-from distcache.planner.victims import Policy
-from distcache.popularity.curve import top_rows
-from distcache.popularity.slots import Budget, Use, decide, first_rows, given_rows, plan_slots
+from distcache.planner.victims import AUTO, Policy
+from distcache.popularity.curve import Curve, most_frequent
+from distcache.popularity.slots import (
+    MARGIN,
+    Budget,
+    SlotPlan,
+    first_rows,
+    given_rows,
+    listed,
+    plan_slots,
+    report_slots,
+)
 from distcache.popularity.statistics import Popularity, Statistics
 
 log = logging.getLogger(__name__)
+
+WARM_START = 0.5
+"""`cache.warm_start=auto` where there are statistics: most of these rows save a fetch later, of the
+next half most do not (docs/popularity.md). Rows that are pinned all come first: they stay."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class CacheRequest:
     @property
     def state(self) -> str:
         """Where the optimizer state of replicated rows lies, also where `keys` say `auto`."""
-        if self.keys.state != "auto":
+        if self.keys.state != AUTO:
             return self.keys.state
         # The library's sums are on all ranks: then so is the state.
         return REPLICATED if self.keys.reduction == "native" else self.update.state_place
@@ -106,9 +119,37 @@ class CacheRequest:
 
         Called by all ranks; raises ConfigError on all of them.
         """
-        use = Use(self.policy, self.keys.warm_start, self.keys.split, self.prefetch)
-        widths = self.state_widths(tables, world.size)
-        return decide(world, tables, widths, self.budget(world.size, expected), use, read)
+        keys, widths = self.keys, self.state_widths(tables, world.size)
+        budget = self.budget(world.size, expected)
+        found: list[Statistics | None] = []
+        together(world, lambda: found.append(read()))
+        statistics = found[0]
+
+        def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
+            plan = plan_slots(tables, widths, budget, keys.split, statistics)
+            if statistics is None or self.policy.ranking != "static":
+                return plan, None
+            return plan, first_rows(tables, plan.slots, statistics, budget, self.prefetch + 1)
+
+        plan, pinned = on_first(world, planned)
+        if world.is_first and budget.by_default and isinstance(keys.split, str):
+            log.info(
+                "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least "
+                "32 MiB of them, or %g times what %d steps are expected to name where the batch is "
+                "known (cache.rows, cache.ratio or cache.bytes gives another size)",
+                listed(plan.slots),
+                MARGIN,
+                budget.steps,
+            )
+        if statistics is None:
+            return plan.slots, None
+        if world.is_first:
+            report_slots(tables, widths, self.itemsize, plan, statistics)
+        warm = keys.warm_start
+        if warm == AUTO:
+            warm = WARM_START if pinned is None else 1.0
+        classes = self.policy.needs_popularity
+        return plan.slots, Popularity(statistics, plan.hot_rows, float(warm), classes, pinned)
 
     def placement(
         self,
@@ -138,15 +179,16 @@ class CacheRequest:
         """By prediction where there is a `cluster`, else as many rows as are given."""
         keys, kind = self.keys, MIXED
         if cluster is not None:
-            choice = self.choose(known, cluster)
-            kind, rows = choice.placement, choice.replicated_rows
+            best, why = self.choose(known, cluster)
+            kind, rows = best.placement, best.replicated_rows
             chosen = "" if keys.placement == kind else f" is {kind}"
-            log.info("cache.placement=%s%s: %s", keys.placement, chosen, choice.why)
+            log.info("cache.placement=%s%s: %s", keys.placement, chosen, why)
             counts = [rows.get(table.name, 0) for table in known.tables]
         elif keys.replicated_rows is not None:
             counts = given_rows(keys.replicated_rows, known.tables, "cache.replicated_rows")
         else:
-            counts = rows_of_share(keys.replicated_share, known)
+            rows = max(1, round(keys.replicated_share * sum(t.rows for t in known.tables)))
+            counts = most_frequent(list(map(Curve.of, known.statistics.tables)), rows)
         return placed(self.state, kind, counts, known)
 
     def _cluster(self, world: World, measure: Callable[[], Cluster] | None) -> Cluster:
@@ -168,8 +210,9 @@ class CacheRequest:
 
         return on_first(world, described)
 
-    def choose(self, known: Known, cluster: Cluster) -> Choice:
-        """The placement that the objective makes best; of `mixed`, the best rows to replicate."""
+    def choose(self, known: Known, cluster: Cluster) -> tuple[Prediction, str]:
+        """The placement that the objective makes best, and why; of `mixed`, the best rows to
+        replicate."""
         settings = Settings(
             tuple(known.slots),
             self.state,
@@ -189,8 +232,7 @@ class CacheRequest:
                 "not fit is refused. cache.placement=sharded has all slots for its rows",
                 best.refused,
             )
-        why = f"the best rows to replicate, by {self.objective}"
-        return Choice(MIXED, best.replicated_rows, (best,), why)
+        return best, f"the best rows to replicate, by {self.objective}"
 
     def _demand(self, known: Known, cluster: Cluster) -> Demand:
         """What a step needs of each rank, from the statistics."""
@@ -221,13 +263,6 @@ class CacheRequest:
         if pinned is not None:
             pinned = on_first(world, lambda: first_rows(*of, budget.steps - 1))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
-
-
-def rows_of_share(share: float, known: Known) -> list[int]:
-    """How many rows of each table are among the most frequent `share` of all rows."""
-    wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
-    return [int(count) for count in top_rows(counts, rows, wanted)]
 
 
 def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:

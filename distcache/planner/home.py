@@ -426,11 +426,9 @@ class HomePlanner(Planner):
         popularity: np.ndarray | None = None,
         first_slot: int | None = None,
         parts: Parts | None = None,
-        names: np.ndarray | None = None,
     ) -> None:
         """`first_slot`: of its range on the device; None: home h's range follows that of h - 1;
-        `parts`: None: as all homes of this size are. `names` int32 `[local rows]`: how training's
-        parts number a replay's rows, which lie elsewhere in these; None: as these do."""
+        `parts`: None: as all homes of this size are."""
         first = home * slots if first_slot is None else first_slot
         parts = parts or Parts.of(slots, layout.most_rows)
         super().__init__(layout, home, parts, slice(first, first + slots))
@@ -438,9 +436,6 @@ class HomePlanner(Planner):
         self._ranking, self._popularity = make_ranking(policy, slots, popularity), popularity
         self._own_slots = first + parts.edges[:-1]
         known = _new_home(parts, int(self._sizes.max()), 64, 256)
-        self._names = np.empty((parts.count, 0), np.int32)
-        if names is not None:
-            self._names = parts.spread(names)
         held = known.index[..., loops.HELD]
         if popularity is not None and policy.ranking == "frequency":
             held += parts.spread(popularity)
@@ -539,7 +534,7 @@ class HomePlanner(Planner):
             self._widen(0, 2 * keys)
         newest = newest if self._looks_ahead else step
         when = (step, newest, self._prefetch, ranking.rate, ranking.base)
-        scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest, self._names)
+        scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest)
         what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
         where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
         slots, fetch, taken, evict_slots = np.empty((4, entry.rows), np.int32)

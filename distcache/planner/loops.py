@@ -507,9 +507,7 @@ class Due(NamedTuple):
     become places among the home's rows; part p has rows `dense[p]` and up of these, and slots
     `own_slots[p]` and up of the device's; `shape`: of the home, see
     `divide_rows`; `newest`: the last step that the window knows. Keys are `base` + `ranks` of
-    levels; uses are counted at `rate` >= 0; `values`, `factors` and `nearest`: see `count_use`;
-    `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they are
-    numbered in their part.
+    levels; uses are counted at `rate` >= 0; `values`, `factors` and `nearest`: see `count_use`.
 
     Of the home's rows in canonical order: `slots`, the `levels` that they had, those that they
     have, `counted`, and which are `missing` (uint8 all three). And of consecutive parts that one
@@ -529,7 +527,6 @@ class Due(NamedTuple):
     values: np.ndarray
     factors: np.ndarray
     nearest: np.ndarray
-    names: np.ndarray
     distinct: np.ndarray
     previous: np.ndarray
     bases: np.ndarray
@@ -553,7 +550,7 @@ class Due(NamedTuple):
 
 _due = types.NamedTuple(
     [
-        *(i8, i8, i8, i8, i8, out4, out8, out8, out1, out44),
+        *(i8, i8, i8, i8, i8, out4, out8, out8, out1),
         *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
         *(out4, out1, out1, out1, out4, out4, out4, out8, out8, out88),
     ],
@@ -571,7 +568,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
     distinct, previous = due.distinct[base : base + size], due.previous[base : base + size]
     slots, levels = due.slots[start : start + size], due.levels[start : start + size]
     counted, missing = due.counted[start : start + size], due.missing[start : start + size]
-    names, count = due.names, first
+    count = first
     for k in range(len(distinct)):
         if k + _EARLY < len(distinct):
             fetch_early(index, distinct[k + _EARLY])
@@ -582,9 +579,8 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
         if level == PINNED:
             previous[k] = -2 - previous[k]  # see `tell_new`
         elif rate >= 0:
-            name = np.int64(names[part, row] if names.shape[1] else row)
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
-            level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
+            level = count_use(level, age, row, step, due.values, due.factors, due.nearest)
             index[at(row), HELD] = slot * LEVELS + level
         counted[k], missing[k] = level, slot < 0
         if slot < 0:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -130,7 +131,8 @@ class TableCounter:
         self._in_part = 0
 
     def result(self) -> TableCounts:
-        """Counts over all closed parts."""
+        """Counts of all parts, of which the last ends here."""
+        self.close_part()
         return TableCounts.of(self.feature, self._whole)
 
 
@@ -151,6 +153,17 @@ LIKELY = 3.0
 def room_for(mean: float, variance: float, deviations: float = SURE) -> float:
     """Rows that a step hardly ever exceeds, which has `mean` of them, with this `variance`."""
     return mean + deviations * math.sqrt(variance)
+
+
+def room_of(chances: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> float:
+    """`room_for` the rows of a step, of which each of `rows[t][i]` comes with `chances[t][i]`.
+
+    The variance is that of rows that come independently, an upper bound: lookups are shared out,
+    which binds rows negatively.
+    """
+    pairs = list(zip(chances, rows, strict=True))
+    mean = sum(float(q @ count) for q, count in pairs)
+    return room_for(mean, sum(float((q * (1 - q)) @ count) for q, count in pairs))
 
 
 ALIKE = 0.02
@@ -189,13 +202,15 @@ class Curve:
         """Lookups of a sample, on average."""
         return self.lookups / max(self.samples, 1)
 
+    def held(self, values: np.ndarray, rows: float) -> float:
+        """The sum of `values` (float64 `[k]`: of a row of each entry) over the `rows` most frequent
+        rows."""
+        ends, sums = (np.append(0.0, np.cumsum(of)) for of in (self.rows, values * self.rows))
+        return float(np.interp(rows, ends, sums))
+
     def top(self, rows: float) -> float:
         """Share of the lookups that fall on the `rows` most frequent rows; 0 without lookups."""
-        if not self.lookups:
-            return 0.0
-        ends = np.concatenate(([0.0], np.cumsum(self.rows)))
-        sums = np.concatenate(([0.0], np.cumsum(self.counts * self.rows)))
-        return float(np.interp(rows, ends, sums)) / self.lookups
+        return self.held(self.counts, rows) / self.lookups if self.lookups else 0.0
 
     def below(self, hot: float) -> np.ndarray:
         """Rows of each entry beside the `hot` most frequent ones; float64 `[k]`."""
@@ -255,11 +270,12 @@ class Curve:
 
 def top_rows(
     keys: Sequence[np.ndarray], rows: Sequence[np.ndarray], count: float, shared: bool = False
-) -> list[float]:
-    """How many of the `count` rows with the highest keys each table has.
+) -> list[Any]:
+    """How many of the `count` rows with the highest keys each table has, whole numbers.
 
     `keys`, `rows` float64 `[k]` of each table: of its rows `rows[i]` have the key `keys[i]`. Of
-    rows with one key those of earlier tables come first; `shared`: each table has its part of them.
+    rows with one key those of earlier tables come first; `shared`: each table has its part of them,
+    a fraction.
     """
     key, number = np.concatenate(keys), np.concatenate(rows)
     table = np.repeat(np.arange(len(keys)), [len(own) for own in keys])
@@ -270,39 +286,13 @@ def top_rows(
     if shared and taken.any():
         last = np.where(key == key[taken > 0].min(), number, 0.0)
         taken = np.where(last > 0, last * (taken[last > 0].sum() / last.sum()), taken)
-    return np.bincount(table, weights=taken, minlength=len(keys)).tolist()
+    found = np.bincount(table, weights=taken, minlength=len(keys))
+    return found.tolist() if shared else found.astype(np.int64).tolist()
 
 
-def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) -> list[float]:
+def most_frequent(curves: Sequence[Curve], rows: float, shared: bool = False) -> list[Any]:
     """How many of the `rows` most frequent rows of all tables each has (`top_rows`)."""
     return top_rows([c.counts for c in curves], [c.rows for c in curves], rows, shared)
-
-
-@dataclass(frozen=True)
-class StaticSet:
-    """The best fixed set of rows over several tables, by size: rows by falling count.
-
-    `rows`, `lookups`, `touched`: of all entries, running sums: rows, their lookups, and how often
-    a batch is expected to touch one of them. Float64 `[k + 1]`, from 0.
-    """
-
-    rows: np.ndarray
-    lookups: np.ndarray
-    touched: np.ndarray
-
-    @classmethod
-    def of(cls, curves: Sequence[Curve], lookups: Sequence[float]) -> StaticSet:
-        """For batches of `lookups[t]` lookups of table t."""
-        counts = np.concatenate([curve.counts for curve in curves])
-        rows = np.concatenate([curve.rows for curve in curves])
-        use = [curve.touched(n) for curve, n in zip(curves, lookups, strict=True)]
-        order = np.argsort(-counts, kind="stable")
-        sums = (rows[order], (counts * rows)[order], (np.concatenate(use) * rows)[order])
-        return cls(*(np.concatenate(([0.0], np.cumsum(values))) for values in sums))
-
-    def held(self, what: str, rows: float) -> float:
-        """Of `lookups`, or of rows `touched` by a batch, those of the `rows` most frequent rows."""
-        return float(np.interp(rows, self.rows, getattr(self, what)))
 
 
 # -----------------------------------------------------------------------------
@@ -319,12 +309,11 @@ _INNER = 0.5
 @dataclass(frozen=True)
 class ZipfFit:
     """`exponent` a with its standard error, from the `rows` most frequent rows; None where they
-    are too few, and `why`."""
+    are too few, or their counts do not fall."""
 
     exponent: float | None
     error: float | None
     rows: int
-    why: str = ""
 
 
 def fit_zipf(curve: Curve) -> ZipfFit:
@@ -339,18 +328,15 @@ def fit_zipf(curve: Curve) -> ZipfFit:
     rows = int(curve.rows[curve.counts >= _SURE].sum())
     rows = min(rows, _MOST_ROWS, int(curve.distinct * _INNER))
     if curve.alike:
-        return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows, "rows differ by chance alone")
+        return ZipfFit(0.0, math.sqrt(ALIKE), curve.table_rows)
     if rows < _LEAST_ROWS:
-        return ZipfFit(None, None, rows, f"fewer than {_LEAST_ROWS} rows have enough lookups")
+        return ZipfFit(None, None, rows)
     sizes = np.repeat(np.log(curve.counts), curve.rows.astype(np.int64))[:rows]
     ranks = np.log(np.arange(1, rows + 1) - 0.5)
     sizes = sizes - sizes.mean()
-    squares = float(sizes @ sizes)
-    if squares == 0:
-        return ZipfFit(None, None, rows, "all these rows have the same count")
-    slope = -float(sizes @ (ranks - ranks.mean())) / squares
-    if slope <= 0:
-        return ZipfFit(None, None, rows, "counts do not fall with the rank")
+    slope = -float(sizes @ (ranks - ranks.mean())) / max(float(sizes @ sizes), 1e-300)
+    if slope <= 0:  # all these rows have the same count
+        return ZipfFit(None, None, rows)
     return ZipfFit(1 / slope, math.sqrt(2 / rows) / slope, rows)
 
 
@@ -363,17 +349,28 @@ TOP_SHARES = (0.001, 0.01, 0.015, 0.05, 0.1)
 
 @dataclass(frozen=True)
 class TableProfile:
-    """One table's lookups.
-
-    `counts`, and their `curve`; `fit` of Zipf's law; `drift` over the parts of the stream;
-    `batch_lookups`: lookups of a global batch.
-    """
+    """One table's lookups: `counts` in so many `samples`, for global batches of `batch` samples;
+    `drift` over the parts of the stream."""
 
     counts: TableCounts
-    curve: Curve
-    fit: ZipfFit
+    samples: int
+    batch: int
     drift: Drift
-    batch_lookups: float
+
+    @cached_property
+    def curve(self) -> Curve:
+        """That of the counts."""
+        return Curve.of(self.counts, self.samples)
+
+    @cached_property
+    def fit(self) -> ZipfFit:
+        """Zipf's law."""
+        return fit_zipf(self.curve)
+
+    @property
+    def batch_lookups(self) -> float:
+        """Lookups of a global batch."""
+        return self.curve.per_sample * self.batch
 
     @property
     def unused(self) -> bool:
@@ -389,11 +386,12 @@ class TableProfile:
         """Share of the lookups on this share of the table's rows, the most frequent ones."""
         return self.curve.top(math.ceil(share * self.counts.rows))
 
-    def distinct_per_batch(self, world_size: int = 1) -> float:
-        """Expected distinct rows of a rank's slice of a batch; of the global batch at 1."""
-        return self.curve.expected(self.batch_lookups / world_size)
+    @property
+    def distinct_per_batch(self) -> float:
+        """Expected distinct rows of a global batch."""
+        return self.curve.expected(self.batch_lookups)
 
-    def values(self, world_sizes: Sequence[int]) -> dict[str, object]:
+    def values(self) -> dict[str, object]:
         """All of it as JSON values."""
         counts, drift = self.counts, self.drift
         return {
@@ -405,26 +403,7 @@ class TableProfile:
             "zipf": vars(self.fit),
             "rows_alike": self.curve.alike,
             "lookups_per_batch": self.batch_lookups,
-            "distinct_per_batch": {str(w): self.distinct_per_batch(w) for w in world_sizes},
-            "drift": {
-                "hot_rows": drift.hot_rows,
-                "own": drift.own,
-                "next": drift.next,
-                "far": drift.far,
-                "kept": drift.kept(),
-                "kept_far": drift.kept_far(),
-            },
+            "distinct_per_batch": self.distinct_per_batch,
+            "drift": {name: getattr(drift, name) for name in ("hot_rows", "own", "next", "far")}
+            | {"kept": drift.kept(), "kept_far": drift.kept_far()},
         }
-
-
-def profile_of(counter: TableCounter, samples: int, batch: int) -> TableProfile:
-    """The profile of what `counter` counted in `samples` samples, for global batches of `batch`."""
-    counts = counter.result()
-    curve = Curve.of(counts, samples)
-    return TableProfile(
-        counts=counts,
-        curve=curve,
-        fit=fit_zipf(curve),
-        drift=counter.drift,
-        batch_lookups=counts.lookups / max(samples, 1) * batch,
-    )

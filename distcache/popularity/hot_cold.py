@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,11 +108,6 @@ class HotSet:
         return hot
 
 
-def hottest(curves: Sequence[Curve], rows: int) -> list[int]:
-    """How many of the `rows` most frequent rows of all tables each has, earlier tables first."""
-    return [int(count) for count in most_frequent(curves, rows)]
-
-
 def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
     """Hot rows of each of the tables that share `slots` slots, beside the rows of cold batches.
 
@@ -123,23 +118,23 @@ def rows_that_fit(curves: Sequence[Curve], slots: int, batch: int) -> list[int]:
     room = int(slots - margin)
     distinct = int(sum(curve.distinct for curve in curves))
     if distinct <= room:
-        return hottest(curves, distinct)
+        return most_frequent(curves, distinct)
+    grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
     for steps in COLD_STEPS:
 
-        def fits(rows: int, steps: int = steps) -> bool:
-            cold = expected_cold(curves, hottest(curves, rows), batch)
-            return rows + steps * cold <= room
+        def full(rows: int, steps: int = steps) -> bool:
+            cold = expected_cold(curves, most_frequent(curves, rows), batch)
+            return rows + steps * cold > room
 
         # More hot rows leave fewer cold ones: few may not fit where more do. So the most are found
         # on a grid, from above, and then between two of its points.
-        grid = np.linspace(min(room, distinct), 0, _GRID, dtype=np.int64)[:-1].tolist()
-        low = next((rows for rows in grid if fits(rows)), 0)
-        high = min((rows for rows in grid if rows > low), default=low)
-        while low and high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        if low:
-            return hottest(curves, low)
+        above = min(room, distinct) + 1
+        for low in grid:
+            if not full(low):
+                return most_frequent(
+                    curves, low + bisect_left(range(low + 1, above), True, key=full)
+                )
+            above = low
     return [0] * len(curves)
 
 
@@ -204,24 +199,6 @@ class KindSamples:
         return self.chosen.at(places[low:high])
 
 
-@dataclass(frozen=True)
-class HotColdEpoch:
-    """What an epoch holds of both kinds, hot ones first: their samples, and global batches."""
-
-    kinds: dict[str, KindSamples]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Hot and cold global batches."""
-        return tuple(own.spans.per_epoch or 0 for own in self.kinds.values())
-
-    @property
-    def share(self) -> float:
-        """Of all samples, those that are hot."""
-        hot, cold = (own.chosen.count for own in self.kinds.values())
-        return hot / (hot + cold)
-
-
 class HotColdSource:
     """`source` in hot and cold batches; a `BatchSource` too, hot ones first.
 
@@ -243,10 +220,9 @@ class HotColdSource:
                 "data.batching=as_is"
             )
         self.source, self.hot, self._show, self._world = source, hot, show, world
-        self._epochs: dict[int, HotColdEpoch] = {}
-        self.features, self.table_rows = source.features, source.table_rows
-        self.dense_features = source.dense_features
-        self._warn(self.epoch(0))
+        self._samples = source.samples_per_epoch
+        self._epochs: dict[int, dict[str, KindSamples]] = {}
+        self._warn()
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # asked for before there is one, by copy and pickle
@@ -262,15 +238,25 @@ class HotColdSource:
     @property
     def steps_per_epoch(self) -> int:
         """Training steps of the first epoch; others may have one more or less."""
-        return sum(self.epoch(0).sizes)
+        return sum(self.sizes(0))
+
+    @property
+    def share(self) -> float:
+        """Of all samples of the first epoch, those that are hot."""
+        return self.epoch(0)[HOT].chosen.count / self._samples
+
+    def sizes(self, epoch: int) -> tuple[int, int]:
+        """Hot and cold global batches of an epoch."""
+        hot, cold = (own.spans.per_epoch or 0 for own in self.epoch(epoch).values())
+        return hot, cold
 
     def train_batch(self, step: int, rank: int, world_size: int) -> Batch:
         """See `BatchSource.train_batch`: the hot batches of each epoch, then the cold ones."""
         epoch, left = 0, step
-        while left >= sum(self.epoch(epoch).sizes):
-            left -= sum(self.epoch(epoch).sizes)
+        while left >= sum(self.sizes(epoch)):
+            left -= sum(self.sizes(epoch))
             epoch += 1
-        hot = self.epoch(epoch).sizes[0]
+        hot, _ = self.sizes(epoch)
         kind, number = (HOT, left) if left < hot else (COLD, left - hot)
         return self.batch((epoch, kind, number), step, rank, world_size)
 
@@ -278,22 +264,22 @@ class HotColdSource:
         """This rank's slice of the global batch at `place`, which is training step `step`: epoch,
         kind (`hot` or `cold`), and number of the batch among those of its kind."""
         epoch, kind, number = place
-        samples = self.epoch(epoch).kinds[kind]
+        samples = self.epoch(epoch)[kind]
         inside = samples.spans.locate(number)
         span = SampleSpan(epoch, inside.start, inside.stop)
         low, high = slice_bounds(span.size, rank, world_size)
         part = BatchSlice("train", step, span, low, high, kind)
         return self.source.take(samples.samples(span, low, high), part)
 
-    def epoch(self, number: int) -> HotColdEpoch:
-        """The samples of both kinds in an epoch; the last two epochs are remembered."""
+    def epoch(self, number: int) -> dict[str, KindSamples]:
+        """The samples of an epoch, the hot and the cold ones; the last two are remembered."""
         key = number if self.source.ids_vary else 0
         known = self._epochs.get(key)
         if known is None:
             for old in [e for e in self._epochs if e < key - 1]:
                 del self._epochs[old]
             kinds = zip((HOT, COLD), both(self._classified(key), self._samples), strict=True)
-            known = HotColdEpoch({k: KindSamples(self.source, k, chosen) for k, chosen in kinds})
+            known = {kind: KindSamples(self.source, kind, chosen) for kind, chosen in kinds}
             self._epochs[key] = known
         return known
 
@@ -308,25 +294,21 @@ class HotColdSource:
         found = together(world, lambda: classify(self.source, self.hot, epoch, part, self._show))
         return np.concatenate(found)
 
-    @property
-    def _samples(self) -> int:
-        return self.source.samples_per_epoch or 0
-
-    def _warn(self, epoch: HotColdEpoch) -> None:
+    def _warn(self) -> None:
         if not self._show:
             return
-        chosen, (hot, cold) = [own.chosen for own in epoch.kinds.values()], epoch.sizes
+        chosen, (hot, cold) = [own.chosen for own in self.epoch(0).values()], self.sizes(0)
         megabytes = (sum(one.nbytes for one in chosen) + self.hot.nbytes) / 1e6
         logger.info(
-            f"{chosen[0].count:,} of {self._samples:,} samples are hot ({100 * epoch.share:.2f} %):"
+            f"{chosen[0].count:,} of {self._samples:,} samples are hot ({100 * self.share:.2f} %):"
             f" {hot:,} hot and {cold:,} cold batches of an epoch; {self.hot.rows:,} hot rows, "
             f"{megabytes:.1f} MB to find them and the samples"
         )
-        if not all(epoch.sizes):
+        if not (hot and cold):
             logger.warning(
                 "data.batching=hot_cold: all samples are %s, and so are all batches: nothing is "
                 "gained over data.batching=as_is",
-                HOT if epoch.sizes[0] else "cold (raise cache.rows, cache.ratio or data.hot_rows)",
+                HOT if hot else "cold (raise cache.rows, cache.ratio or data.hot_rows)",
             )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -12,17 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from distcache.comm.link import on_first, together
-from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
-from distcache.planner.victims import Policy
-from distcache.popularity.curve import Curve, room_for, top_rows
-from distcache.popularity.statistics import Popularity, Statistics, TableCounts, fingerprint_of
+from distcache.popularity.curve import Curve, room_for, room_of, top_rows
+from distcache.popularity.statistics import Statistics, TableCounts, fingerprint_of
 from distcache.store.memory import describe_bytes
 
 
-def _listed(values: Sequence[int]) -> str:
+def listed(values: Sequence[int]) -> str:
     """Numbers of groups for messages."""
     return " + ".join(map(str, values))
 
@@ -52,11 +50,6 @@ class StepCurves:
         """q of each table's entries; float64 `[k]`, falling."""
         return tuple(c.touched(n) for c, n in zip(self.tables, self.lookups, strict=True))
 
-    @property
-    def rows(self) -> int:
-        """V: rows of all tables."""
-        return sum(curve.table_rows for curve in self.tables)
-
     @cached_property
     def expected(self) -> float:
         """Distinct rows that a step is expected to need."""
@@ -65,7 +58,7 @@ class StepCurves:
     def likeliest(self, slots: int) -> list[int]:
         """How many of each table's most frequent rows are among the `slots` likeliest of all; rows
         that were never looked up are not."""
-        return [int(rows) for rows in top_rows(self.use, [c.rows for c in self.tables], slots)]
+        return top_rows(self.use, [curve.rows for curve in self.tables], slots)
 
     def misses(self, hot_rows: Sequence[int]) -> float:
         """Distinct rows of a step that are expected outside each table's `hot_rows` likeliest."""
@@ -78,12 +71,10 @@ class StepCurves:
         Its rows fall to W homes like independent draws, and each home gets the room for its part,
         but not more slots than it has rows.
         """
-        variance = 0.0
-        for q, curve in zip(self.use, self.tables, strict=True):
-            homed = q / world_size
-            variance += float(curve.rows @ (homed * (1 - homed)))
-        home = math.ceil(room_for(self.expected / world_size, variance))
-        return min(max(home, 1), -(-self.rows // world_size)) * world_size
+        homed = [q / world_size for q in self.use]
+        home = math.ceil(room_of(homed, [curve.rows for curve in self.tables]))
+        rows = sum(curve.table_rows for curve in self.tables)
+        return min(max(home, 1), -(-rows // world_size)) * world_size
 
     def pinned(self, slots: int, steps: int, world_size: int) -> list[int]:
         """How many of each table's most frequent rows may stay in `slots` slots for good.
@@ -91,16 +82,13 @@ class StepCurves:
         As many as leave room, at the fullest home, for the other rows that `steps` steps are
         expected to need.
         """
-        low, high = 0, slots
-        while low < high:
-            middle = (low + high + 1) // 2
-            others = steps * self.misses(self.likeliest(middle))
-            spread = others + (middle if world_size > 1 else 0)  # which home has them is chance
-            if room_for(middle + others, spread * world_size) <= slots:
-                low = middle
-            else:
-                high = middle - 1
-        return self.likeliest(low)
+
+        def full(rows: int) -> bool:
+            others = steps * self.misses(self.likeliest(rows))
+            spread = others + (rows if world_size > 1 else 0)  # which home has them is chance
+            return room_for(rows + others, spread * world_size) > slots
+
+        return self.likeliest(bisect_left(range(1, slots + 1), True, key=full))
 
 
 # -----------------------------------------------------------------------------
@@ -139,13 +127,10 @@ def cache_slots(
     `rows` and `bytes` are split over the groups by their rows V; bytes that a group cannot use go
     to the others. C is a multiple of W, because home h owns C / W slots: `rows` and `ratio` are
     rounded up to it, `bytes` down, as it is a bound; at least W, at most W * ceil(V / W) (a cache
-    larger than the tables is capped, and logged). Raises ConfigError for two keys, or a value out
-    of range.
+    larger than the tables is capped, and logged).
     """
-    given = {"rows": rows, "ratio": ratio, "bytes": bytes}
-    given = {key: value for key, value in given.items() if value is not None}
-    _check(given)
-    key, value = next(iter(given.items()), ("", 0))
+    given = (("rows", rows), ("ratio", ratio), ("bytes", bytes))
+    key, value = next(((key, size) for key, size in given if size is not None), ("", 0))
     all_rows = sum(v for v, _, _ in groups)
     full = [-(-v // world_size) * world_size for v, _, _ in groups]
     largest = {"rows": all_rows, "bytes": cache_bytes(full, groups, itemsize)}
@@ -166,11 +151,28 @@ def cache_slots(
     elif key == "rows":
         wanted = [-(-int(value) * v // all_rows) for v, _, _ in groups]
     else:
-        wanted = _split_bytes(int(value), groups, full, itemsize)
-        wanted = [slots // world_size * world_size for slots in wanted]
+        wanted, left, rest = list(full), int(value), all_rows
+        sizes = [(dim + state) * itemsize for _, dim, state in groups]
+        # Those come first that are full first, whose rows take least: the others split the rest.
+        for g in sorted(range(len(groups)), key=lambda g: full[g] * sizes[g] / groups[g][0]):
+            share = left * groups[g][0] // rest
+            wanted[g] = min(share // sizes[g], full[g]) // world_size * world_size
+            left -= min(share, full[g] * sizes[g])
+            rest -= groups[g][0]
     return [
         min(max(-(-slots // world_size) * world_size, world_size), most)
         for slots, most in zip(wanted, full, strict=True)
+    ]
+
+
+def group_sizes(
+    tables: Sequence[TableSpec], state_widths: Sequence[int], itemsize: int
+) -> list[tuple[int, int, int]]:
+    """(V, D, S) of each group, D and S as elements of `itemsize` bytes; `state_widths`: S of each
+    table's rows."""
+    return [
+        (sum(tables[t].rows for t in own), tables[own[0]].width(itemsize), state_widths[own[0]])
+        for own in group_tables(tables)
     ]
 
 
@@ -180,42 +182,6 @@ def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], it
     return sum(count * (dim + state) * itemsize for count, (_, dim, state) in pairs)
 
 
-def _check(given: Mapping[str, float]) -> None:
-    """ConfigError for two sizes, a ratio outside (0, 1], or rows and bytes that are not whole and
-    at least 1."""
-    if len(given) > 1:
-        named = " and ".join(f"cache.{key}={value}" for key, value in given.items())
-        raise ConfigError(f"{named}: give at most one of cache.rows, cache.ratio, cache.bytes")
-    for key, value in given.items():
-        if key == "ratio" and not 0 < value <= 1:
-            raise ConfigError(
-                f"cache.ratio={value} is not in (0, 1]: it is a share of the rows, 0.015 for 1.5 %"
-            )
-        if key != "ratio" and (value != int(value) or value < 1):
-            raise ConfigError(f"cache.{key}={value} must be a whole number of at least 1")
-
-
-def _split_bytes(
-    budget: int, groups: Sequence[tuple[int, int, int]], full: Sequence[int], itemsize: int
-) -> list[int]:
-    """Slots of each group for `budget` bytes split by rows; at most its `full` count.
-
-    A full group takes only what its rows need, and the others split the rest by their rows,
-    until no further group is full.
-    """
-    row_bytes = [(dim + state) * itemsize for _, dim, state in groups]
-    slots, open_groups = list(full), set(range(len(groups)))
-    while open_groups:
-        rows = sum(groups[g][0] for g in open_groups)
-        share = {g: budget * groups[g][0] // rows // row_bytes[g] for g in open_groups}
-        filled = {g for g in open_groups if share[g] >= full[g]}
-        if not filled:
-            return [share.get(g, slots[g]) for g in range(len(groups))]
-        budget -= sum(full[g] * row_bytes[g] for g in filled)
-        open_groups -= filled
-    return slots
-
-
 # -----------------------------------------------------------------------------
 # The budget of a cache split over groups and tables: `cache.split`.
 #
@@ -223,9 +189,6 @@ def _split_bytes(
 # table, the hot prefix: how many of its most frequent rows lie in the cache first.
 
 PROPORTIONAL, BY_CURVE = "proportional", "by_curve"
-
-SPLITS = (PROPORTIONAL, BY_CURVE)
-"""By name; a mapping of tables to rows is the third."""
 
 
 def slots_by_curve(
@@ -242,37 +205,19 @@ def slots_by_curve(
     needed = sum(slots * size for slots, size in zip(least, row_bytes, strict=True))
     if budget < needed:
         raise ConfigError(
-            f"cache.split={BY_CURVE}: a step is expected to need {_listed(least)} slots of "
-            f"{_listed(row_bytes)} bytes each (by group), {needed} bytes together, but the budget "
+            f"cache.split={BY_CURVE}: a step is expected to need {listed(least)} slots of "
+            f"{listed(row_bytes)} bytes each (by group), {needed} bytes together, but the budget "
             f"is {budget} bytes: set cache.bytes={needed} or more, or lower data.global_batch_size"
         )
-    slots, left = list(least), budget - needed
-    full = [-(-group.rows // world_size) * world_size for group in groups]
-    for group, rows in _by_saving(groups, row_bytes, least):
-        size = row_bytes[group]
-        taken = min(rows, left // size, full[group] - slots[group])
-        slots[group] += taken
-        left -= taken * size
-    return [count // world_size * world_size for count in slots]
-
-
-def _by_saving(
-    groups: Sequence[StepCurves], row_bytes: Sequence[int], least: Sequence[int]
-) -> list[tuple[int, int]]:
-    """(group, rows) in the order of saving per byte, without each group's `least` likeliest."""
-    saving, rows, owner = [], [], []
-    for index, (group, size, skipped) in enumerate(zip(groups, row_bytes, least, strict=True)):
+    saving, room = [], []  # of rows beyond each group's least, in bytes
+    for group, size, skipped in zip(groups, row_bytes, least, strict=True):
         use = np.concatenate([np.append(q, 0.0) for q in group.use])
         count = np.concatenate([np.append(c.rows, c.table_rows - c.distinct) for c in group.tables])
         order = np.argsort(-use, kind="stable")
-        ends = np.cumsum(count[order])
         saving.append(use[order] / size)
-        rows.append(np.minimum(np.maximum(ends - skipped, 0), count[order]).astype(np.int64))
-        owner.append(np.full(len(order), index))
-    order = np.argsort(-np.concatenate(saving), kind="stable")
-    rows, owner = np.concatenate(rows)[order], np.concatenate(owner)[order]
-    kept = rows > 0
-    return list(zip(owner[kept].tolist(), rows[kept].tolist(), strict=True))
+        room.append(np.clip(np.cumsum(count[order]) - skipped, 0, count[order]) * size)
+    taken = zip(top_rows(saving, room, budget - needed), row_bytes, least, strict=True)
+    return [(own + more // size) // world_size * world_size for more, size, own in taken]
 
 
 def given_rows(
@@ -280,7 +225,7 @@ def given_rows(
 ) -> list[int]:
     """The rows that a user's key `of` gives each table, by table or feature; 0 to the others.
 
-    Raises ConfigError for an unknown table, or a number that is not from 0 to the table's rows.
+    Raises ConfigError for an unknown table, one that is named twice, or more rows than it has.
     """
     places = {table.name: place for place, table in enumerate(tables)}
     for place, table in enumerate(tables):
@@ -297,8 +242,6 @@ def given_rows(
         place = places[name]
         if place in named:
             raise ConfigError(f"{key} names the table that {named[place]} names: give one of them")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"{key}: give a whole number of rows, at least 0")
         most = tables[place].rows
         if count > most:
             raise ConfigError(f"{key}, but the table has {most} rows: give at most {most}")
@@ -353,30 +296,13 @@ def plan_slots(
     `state_widths`: S of each table's rows; `statistics`: of these tables, in order. `proportional`
     gives each group slots by its rows, `by_curve` by `slots_by_curve`; the hot rows are the
     likeliest of each group, as many as it has slots. A mapping gives the hot rows of each table,
-    and their group as many slots. Raises ConfigError where the split does not fit the tables, the
-    budget, or lacks statistics.
+    and their group as many slots. Raises ConfigError where the split does not fit the tables or the
+    budget.
     """
     groups, world, item = group_tables(tables), budget.world_size, budget.itemsize
-    sizes = []
-    for members in groups:
-        rows = sum(tables[table].rows for table in members)
-        sizes.append((rows, tables[members[0]].width(item), state_widths[members[0]]))
+    sizes = group_sizes(tables, state_widths, item)
     if not isinstance(split, str):
-        plan = _as_given(tables, sizes, budget, split)
-        if statistics is not None:
-            _check_room(plan, groups, statistics, budget.batch)
-        return plan
-    if split not in SPLITS:
-        raise ConfigError(
-            f"cache.split={split} is unknown: choose {' or '.join(SPLITS)}, or give "
-            "{table: rows} for each table"
-        )
-    if statistics is None and split != PROPORTIONAL:
-        raise ConfigError(
-            f"cache.split={split} needs to know how often rows are looked up: give "
-            "cache.statistics=<folder of python -m distcache.analyze or preprocess>, or use "
-            f"cache.split={PROPORTIONAL}"
-        )
+        return _as_given(tables, sizes, budget, split, statistics)
     expected = budget.expected
     if not expected and statistics is not None and budget.batch > 1 and budget.by_default:
         samples = min(budget.batch * budget.steps, statistics.samples)
@@ -397,21 +323,32 @@ def _as_given(
     sizes: Sequence[tuple[int, int, int]],
     budget: Budget,
     split: Mapping[str, Any],
+    statistics: Statistics | None,
 ) -> SlotPlan:
     """The split of a user: slots for each table's rows, up to a multiple of W in each group.
 
-    Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row.
+    Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row, and as many
+    slots as a step is expected to need, where that is known.
     """
     hot, slots, world = given_rows(split, tables), list[int](), budget.world_size
     for members in group_tables(tables):
         total = sum(hot[table] for table in members)
+        names = ", ".join(tables[table].name for table in members[:10])
         if total == 0:
-            names = ", ".join(tables[table].name for table in members[:10])
             raise ConfigError(
                 f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
                 f"({names}), which have slots of their own: give them the rows of a step at least"
             )
         slots.append(-(-total // world) * world)
+        needed = 0.0
+        if statistics is not None:
+            needed = StepCurves.of(statistics, members, budget.batch).expected
+        if needed > slots[-1]:
+            raise ConfigError(
+                f"cache.split gives {slots[-1]} slots to the tables of {names}, but a step is "
+                f"expected to need {needed:.0f} of their rows at once: give them more, or lower "
+                "data.global_batch_size"
+            )
     if budget.ratio is not None:
         raise ConfigError(
             f"cache.ratio={budget.ratio} and rows by table (cache.split) contradict each other: "
@@ -451,39 +388,30 @@ def first_rows(
     return tuple(found[table] for table in range(len(tables)))
 
 
-def _check_room(
-    plan: SlotPlan, groups: Sequence[Sequence[int]], statistics: Statistics, batch: int
-) -> None:
-    """ConfigError for a group whose slots hold fewer rows than a step is expected to need."""
-    for members, slots in zip(groups, plan.slots, strict=True):
-        needed = StepCurves.of(statistics, members, batch).expected
-        if needed > slots:
-            names = ", ".join(statistics.tables[table].feature for table in members[:10])
-            raise ConfigError(
-                f"cache.split gives {slots} slots to the tables of {names}, but a step is expected "
-                f"to need {needed:.0f} of their rows at once: give them more, or lower "
-                "data.global_batch_size"
-            )
-
-
-def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: str) -> Statistics:
+def statistics_of(
+    statistics: Statistics, tables: Sequence[TableSpec], given: str, vocabulary: str | None = None
+) -> Statistics:
     """`statistics` with one entry for each of `tables`, in order; features of one table add up.
 
-    `given`: where they come from, for errors. Raises ConfigError, with both fingerprints, where
-    they lack a feature, or count other rows than its table has.
+    `given`: where they come from, for errors; `vocabulary`: of the data, where it is known. Raises
+    ConfigError, with both fingerprints, where they lack a feature, count other rows than its table
+    has, or are of another vocabulary.
     """
+    vocabulary = statistics.vocabulary if vocabulary is None else vocabulary
+    alike = vocabulary == statistics.vocabulary
     found = {table.feature: table for table in statistics.tables}
     counts = []
     for table in tables:
         parts = [found[feature] for feature in table.features if feature in found]
-        if len(parts) < len(table.features) or any(part.rows != table.rows for part in parts):
+        lacks = len(parts) < len(table.features) or any(p.rows != table.rows for p in parts)
+        if lacks or not alike:
             features = [feature for table in tables for feature in table.features]
             rows = [table.rows for table in tables for _ in table.features]
-            wanted = fingerprint_of(features, rows, statistics.vocabulary)
+            wanted = fingerprint_of(features, rows, vocabulary)
             raise ConfigError(
                 f"{given} are statistics {statistics.described}; table {table.name!r} has "
-                f"{table.rows} rows, read by {', '.join(table.features)} (all tables: fingerprint "
-                f"{wanted}): count this model's data with python -m distcache.analyze"
+                f"{table.rows} rows, read by {', '.join(table.features)}, of {vocabulary} (all "
+                f"tables: fingerprint {wanted}): count this data with python -m distcache.analyze"
             )
         if len(parts) == 1:
             counts.append(parts[0])
@@ -493,96 +421,22 @@ def statistics_of(statistics: Statistics, tables: Sequence[TableSpec], given: st
     return replace(statistics, tables=tuple(counts))
 
 
-# -----------------------------------------------------------------------------
-# What a cache makes of a budget and statistics: decided by rank 0, the same on all ranks.
-
-AUTO = "auto"
-
-WARM_START = 0.5
-"""`cache.warm_start=auto` where there are statistics: most of these rows save a fetch later, of the
-next half most do not (docs/popularity.md). Rows that are pinned all come first: they stay."""
-
-_SHOWN = 40
-"""Tables that the log lists."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """What is made of statistics: `warm_start` (or `auto`) and `split` as the keys of group
-    `cache`; `policy`: of the planners; `prefetch`: P."""
-
-    policy: Policy
-    warm_start: float | str = AUTO
-    split: str | Mapping[str, Any] = "proportional"
-    prefetch: int = 1
-
-
-def decide(
-    world: World,
-    tables: Sequence[TableSpec],
-    state_widths: Sequence[int],
-    budget: Budget,
-    use: Use,
-    read: Callable[[], Statistics | None],
-) -> tuple[tuple[int, ...], Popularity | None]:
-    """Slots C of each group, and the popularity of rows where there are statistics.
-
-    `state_widths`: S of each table's rows; `read` gives the statistics of `tables`, in order, or
-    None. Called by all ranks; raises ConfigError on all of them.
-    """
-    found: list[Statistics | None] = []
-    together(world, lambda: found.append(read()))
-    statistics = found[0]
-
-    def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
-        plan = plan_slots(tables, state_widths, budget, use.split, statistics)
-        if statistics is None or use.policy.ranking != "static":
-            return plan, None
-        return plan, first_rows(tables, plan.slots, statistics, budget, use.prefetch + 1)
-
-    plan, pinned = on_first(world, planned)
-    if world.is_first and budget.by_default and isinstance(use.split, str):
-        log.info(
-            "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least 32 "
-            "MiB of them, or %g times what %d steps are expected to name where the batch is known "
-            "(cache.rows, cache.ratio or cache.bytes gives another size)",
-            _listed(plan.slots),
-            MARGIN,
-            budget.steps,
-        )
-    if statistics is None:
-        return plan.slots, None
-    if world.is_first:
-        _report(tables, state_widths, budget.itemsize, plan, statistics)
-    by_itself = WARM_START if pinned is None else 1.0
-    return plan.slots, Popularity(
-        statistics,
-        plan.hot_rows,
-        warm_start=by_itself if use.warm_start == AUTO else float(use.warm_start),
-        classes=use.policy.needs_popularity,
-        pinned_rows=pinned,
-    )
-
-
-def _report(
+def report_slots(
     tables: Sequence[TableSpec],
     widths: Sequence[int],
     itemsize: int,
     plan: SlotPlan,
     statistics: Statistics,
 ) -> None:
-    """Log each table's hot rows, the largest first."""
+    """Log each table's hot rows, the largest first; `widths`: S of each table's rows."""
     lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
     pairs = zip(plan.hot_rows, tables, widths, strict=True)
     sizes = [hot * (table.width(itemsize) + state) * itemsize for hot, table, state in pairs]
-    largest = sorted(range(len(tables)), key=lambda place: -sizes[place])
-    for place in largest[:_SHOWN]:
+    for place in sorted(range(len(tables)), key=lambda place: -sizes[place]):
         table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]
-        named = counted.lookups_of_hottest(hot) / max(counted.lookups, 1)
+        named = Curve.of(counted).top(hot)
         lines.append(
             f"{table.name:<24} {table.rows:>13,} {hot:>11,} {hot / table.rows:>7.2%} "
             f"{named:>8.1%}  {describe_bytes(sizes[place])}"
         )
-    if len(tables) > _SHOWN:
-        lines.append(f"... and {len(tables) - _SHOWN} smaller ones")
-    log.info("the cache of %s slots by table:\n%s", _listed(plan.slots), "\n".join(lines))
+    log.info("the cache of %s slots by table:\n%s", listed(plan.slots), "\n".join(lines))

@@ -101,23 +101,18 @@ class TableCounts:
         """At most `rows` ids, the most frequent first; int64."""
         return self.order[:rows]
 
-    def lookups_of_hottest(self, rows: int) -> int:
-        """Lookups of the `rows` most frequent ids."""
-        return int(self.dense()[self.hottest(rows)].sum())
-
 
 @dataclass(frozen=True)
 class Statistics:
     """Counts of all tables of a data source.
 
     `vocabulary`: how its values became ids, as text (see `vocabulary_of`); `samples`: how many
-    samples were counted; `share`: of all that there are (1.0: all, or as many as were asked for).
+    samples were counted.
     """
 
     tables: tuple[TableCounts, ...]
     vocabulary: str
     samples: int
-    share: float = 1.0
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -153,18 +148,6 @@ def vocabulary_of(source: Any) -> str:
     return getattr(source, "vocabulary", "ids")
 
 
-def check_fits(statistics: Statistics, source: Any, path: str | Path) -> None:
-    """Raise ConfigError, with both fingerprints, unless `statistics`, read from `path`, speak of
-    the tables and the vocabulary of the batch source `source`."""
-    wanted = fingerprint_of(source.features, source.table_rows, vocabulary_of(source))
-    if wanted == statistics.fingerprint:
-        return
-    raise ConfigError(
-        f"cache.statistics={path} are statistics {statistics.described}; the data has fingerprint "
-        f"{wanted}: count this data with python -m distcache.analyze"
-    )
-
-
 def write_statistics(folder: Path, statistics: Statistics) -> None:
     """Write them to `folder`, `statistics.json` last: with it, all is there."""
     (folder / "counts").mkdir(parents=True, exist_ok=True)
@@ -172,21 +155,18 @@ def write_statistics(folder: Path, statistics: Statistics) -> None:
     for index, table in enumerate(statistics.tables):
         counts = table.counts if table.ids is None else table.dense()
         np.save(folder / f"counts/{index}.npy", counts)
-        described.append({name: getattr(table, name) for name in _PLAIN} | _EXACT)
+        described.append({name: getattr(table, name) for name in _PLAIN})
     values = {
         "format": FORMAT,
         "fingerprint": statistics.fingerprint,
         "vocabulary": statistics.vocabulary,
         "samples": statistics.samples,
-        "share": statistics.share,
         "tables": described,
     }
     write_json(folder / NAME, values)
 
 
 _PLAIN = ("feature", "rows", "lookups", "distinct")
-_EXACT = {"error": 0, "sparse": False}
-"""What an earlier version said of a table that it had not counted with a sketch."""
 
 
 def read_statistics(path: str | Path, key: str = "cache.statistics") -> Statistics:
@@ -222,8 +202,6 @@ def _read_own(folder: Path, key: str) -> Statistics:
         tables = []
         for index, about in enumerate(values["tables"]):
             name = f"counts/{index}.npy"
-            if any(about[key] != value for key, value in _EXACT.items()):
-                raise ValueError(f"{name} has no exact counts")
             counts = np.load(folder / name, mmap_mode="r")
             if len(counts) != about["rows"]:
                 raise ValueError(f"{name} has {len(counts)} entries")
@@ -231,7 +209,7 @@ def _read_own(folder: Path, key: str) -> Statistics:
             if kind not in "iu" or (kind == "i" and counts.min(initial=0) < 0):
                 raise ValueError(f"{name} has other entries than counts")
             tables.append(TableCounts(counts=counts, **{key: about[key] for key in _PLAIN}))
-        return Statistics(tuple(tables), values["vocabulary"], values["samples"], values["share"])
+        return Statistics(tuple(tables), values["vocabulary"], values["samples"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{key}={folder}: the statistics are damaged ({error}): count again with python -m "
@@ -341,43 +319,28 @@ def share_popularity(
             "cache.warm_start": popularity.warm_start,
         },
     )
-    shared, total = [], 0
-    for layout, tables in zip(layouts, members, strict=True):
-        group, size = _share_group(world, layout, tables, popularity)
-        _check_nodes(world, group)
-        shared.append(group)
-        total += size
-    if world.is_first and total:
-        log.info("popularity of rows: %s of host memory on each node", describe_bytes(total))
+    pairs = zip(layouts, members, strict=True)
+    shared = [_share_group(world, layout, tables, popularity) for layout, tables in pairs]
+    arrays = [a for group in shared for a in (group.classes, group.hot) if a is not None]
+    if world.local_size < world.size:  # homes would not agree
+        digests = [zlib.crc32(array) for array in arrays]
+        agree_on(world, {"cache.statistics (digests of its counts on each node)": digests})
+    if world.is_first and arrays:
+        total = describe_bytes(sum(array.nbytes for array in arrays))
+        log.info("popularity of rows: %s of host memory on each node", total)
     return shared
-
-
-def _check_nodes(world: World, group: GroupPopularity) -> None:
-    """ConfigError where nodes have other classes or hot rows: homes would not agree."""
-    if world.local_size == world.size:
-        return
-    arrays = [a for a in (group.classes, group.hot) if a is not None]
-    digests = together(world, lambda: None if world.local_rank else [zlib.crc32(a) for a in arrays])
-    known = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
-    for rank, digest in known[1:]:
-        if digest != known[0][1]:
-            raise ConfigError(
-                f"cache.statistics has other counts on the node of rank {rank} than on that of "
-                f"rank {known[0][0]}, though the tables are the same: give all nodes a copy of one "
-                "folder"
-            )
 
 
 def _share_group(
     world: World, layout: RowLayout, tables: Sequence[int], popularity: Popularity
-) -> tuple[GroupPopularity, int]:
-    """The arrays of a group, filled, and their bytes."""
+) -> GroupPopularity:
+    """The arrays of a group, filled."""
     hot = sum(popularity.hot_rows[table] for table in tables) if popularity.warm_start else 0
     pinned = popularity.pinned_rows
     classed = layout.rows if popularity.classes or pinned is not None else 0
     size = 8 * hot + classed
     if size == 0:
-        return GroupPopularity(), 0
+        return GroupPopularity()
     memory = share_memory(size, world, "the popularity of the rows", _WAY_OUT)
     hottest = tensor_in(memory, 0, (hot,), torch.int64).numpy() if hot else None
     classes = tensor_in(memory, 8 * hot, (classed,), torch.uint8).numpy() if classed else None
@@ -394,7 +357,7 @@ def _share_group(
             hottest[: len(found)], hottest[len(found) :] = found, -1
 
     together(world, fill)
-    return GroupPopularity(classes, hottest), size
+    return GroupPopularity(classes, hottest)
 
 
 def hot_rows(

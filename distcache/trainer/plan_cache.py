@@ -38,8 +38,8 @@ from distcache.popularity.statistics import (
     Popularity,
     Statistics,
     TableCounts,
-    check_fits,
     read_statistics,
+    vocabulary_of,
 )
 from distcache.store.memory import available_memory, describe_bytes
 
@@ -98,7 +98,7 @@ def measure(
     )
 
 
-def _timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
+def timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
     """Least seconds of a call, after one that does not count: without what other load adds."""
     taken = []
     for _ in range(repeat + 1):
@@ -127,7 +127,7 @@ def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
         splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]
         sent = torch.zeros(sum(splits), device=world.device)
         dist.barrier(group=world.host_group)
-        found.append(_timed(world, partial(exchange, sent, splits)))
+        found.append(timed(world, partial(exchange, sent, splits)))
     return found
 
 
@@ -141,7 +141,7 @@ def _host_seconds(world: World, dim: int, generator: torch.Generator) -> float:
         torch.index_select(table, 0, rows, out=staging)
         return staging.to(world.device, non_blocking=True)
 
-    return _timed(world, fetch)
+    return timed(world, fetch)
 
 
 def _row_seconds(
@@ -168,9 +168,9 @@ def _row_seconds(
 
     rule = update.rule(0.1, 1)
     return (
-        _timed(world, lookup),
-        _timed(world, lambda: ops.update_rows(rule, cache, state, slots, leaf)),
-        _timed(world, lambda: cache.index_select(0, slots)),
+        timed(world, lookup),
+        timed(world, lambda: ops.update_rows(rule, cache, state, slots, leaf)),
+        timed(world, lambda: cache.index_select(0, slots)),
     )
 
 
@@ -184,7 +184,7 @@ def _dense_seconds(world: World, model: nn.Module, shape: tuple[int, int, int]) 
         model.zero_grad()
         binary_cross_entropy_with_logits(model(dense, pooled), labels).backward()
 
-    return _timed(world, step, 3)
+    return timed(world, step, 3)
 
 
 # -----------------------------------------------------------------------------
@@ -378,9 +378,8 @@ def read_checked(
     path = config.cache.statistics
     if path is None:
         return None
-    statistics = read_statistics(path)
-    check_fits(statistics, source, path)
-    return statistics_of(statistics, tables, f"cache.statistics={path}")
+    vocabulary = vocabulary_of(source)
+    return statistics_of(read_statistics(path), tables, f"cache.statistics={path}", vocabulary)
 
 
 def window_steps(cache: CacheConfig) -> int:

@@ -18,8 +18,8 @@ from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
-from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile, profile_of
-from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
+from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
+from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes, group_sizes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
@@ -98,7 +98,7 @@ class Counted:
     def statistics(self) -> Statistics:
         """The counts, as `cache.statistics` reads them."""
         tables = tuple(profile.counts for profile in self.profiles)
-        return Statistics(tables, self.vocabulary, self.samples, self.share)
+        return Statistics(tables, self.vocabulary, self.samples)
 
 
 def sampled_steps(source: BatchSource, steps: int, share: float | None) -> list[int]:
@@ -145,11 +145,9 @@ def count_source(
                     counter.close_part()
             sizes[size] = sizes.get(size, 0) + 1
             bar.update(1)
-    for counter in counters:
-        counter.close_part()
     samples = sum(size * number for size, number in sizes.items())
     largest = max(sizes, default=0)
-    profiles = tuple(profile_of(counter, samples, largest) for counter in counters)
+    profiles = tuple(TableProfile(c.result(), samples, largest, c.drift) for c in counters)
     if not sum(profile.counts.lookups for profile in profiles):
         raise DataError(
             f"{samples} samples in {sum(sizes.values())} steps look up no id at all: there is "
@@ -180,14 +178,9 @@ class Sizes:
         return group_tables(self.tables)
 
     def _groups(self, world_size: int) -> list[tuple[int, int, int]]:
-        """(V, D, floats of state that a slot takes on one of so many ranks) of each group, in
-        elements of `itemsize` bytes."""
-        item = self.request.itemsize
-        tables, widths = self.tables, self.request.state_widths(self.tables, world_size)
-        return [
-            (sum(tables[at].rows for at in group), tables[group[0]].width(item), widths[group[0]])
-            for group in self.members
-        ]
+        """`group_sizes`, of what a slot takes on one of so many ranks."""
+        widths = self.request.state_widths(self.tables, world_size)
+        return group_sizes(self.tables, widths, self.request.itemsize)
 
     @property
     def rows(self) -> int:

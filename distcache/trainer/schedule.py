@@ -14,7 +14,7 @@ from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
 from distcache.popularity import hot_cold
-from distcache.popularity.curve import Curve
+from distcache.popularity.curve import Curve, most_frequent
 from distcache.popularity.statistics import Statistics
 from distcache.trainer.plan_cache import read_checked, request_of
 
@@ -187,11 +187,8 @@ class PhasedSchedule(Schedule):
         cls, plain: Schedule, source: hot_cold.HotColdSource, phase: Phase | None, rate: float
     ) -> PhasedSchedule:
         """`plain` in phases, from `phase` on; None: from the beginning of an epoch at `rate`."""
-
-        def sizes(epoch: int) -> tuple[int, int]:
-            return source.epoch(epoch).sizes
-
-        return cls(**vars(plain), phase=phase or Phase(rate), step=plain.first_step, sizes=sizes)
+        own = {"phase": phase or Phase(rate), "step": plain.first_step, "sizes": source.sizes}
+        return cls(**vars(plain), **own)
 
     def position(self, step: int) -> Phase:
         """See `Schedule.position`: of the current phase or at its end."""
@@ -274,7 +271,7 @@ def choose(
                 found[index] = rows
         return found
     rows = sum(statistics.table_rows)
-    found = hot_cold.hottest(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
+    found = most_frequent(curves, round(wanted * rows) if isinstance(wanted, float) else wanted)
     cached = config.parallel.mode == "data"
     rooms = slots_of(world.size) if cached else [rows + 1] * len(groups)
     for members, room in zip(groups, rooms, strict=True):

@@ -558,7 +558,7 @@ class Run:
             "state_digest": digest,
         }
         if isinstance(self.source, HotColdSource):
-            values["hot_samples"] = self.source.epoch(0).share
+            values["hot_samples"] = self.source.share
             values["phase_rate"] = outcome.state.phase and outcome.state.phase.rate
 
         def write() -> dict[str, Any]:

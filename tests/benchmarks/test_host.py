@@ -100,3 +100,13 @@ def test_torch_kernels_and_model_are_not_a_threads_own_work(monkeypatch):
     calls.over = True
     calls(planner, "call", None)
     assert work.meters["calls"] == 5
+
+
+def test_times_are_fitted_and_none_is_negative() -> None:
+    counts = [[1.0, 1e5, 3e4], [1.0, 4e5, 7e4], [1.0, 1e5, 5e4], [1.0, 2e5, 9e4]]
+    true = [1e-4, 2e-8, 3e-8]
+    seconds = [sum(a * b for a, b in zip(row, true, strict=True)) for row in counts]
+    assert host.fit(counts, seconds) == pytest.approx(true)
+    falling = [2e-3, 5e-4, 1.9e-3, 1.2e-3]  # the more ids, the less
+    found = host.fit(counts, falling)
+    assert min(found) == 0 < max(found)

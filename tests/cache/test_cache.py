@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distcache.cache import FOREIGN, FREE, DeviceCache, StateSlots
-from distcache.errors import ConfigError, MemoryTooSmallError, PlanError
+from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.layout import RowKind
 from distcache.popularity.slots import cache_bytes, cache_slots
 from distcache.store import memory as available
@@ -290,24 +290,6 @@ def test_larger_than_the_tables_is_capped_and_said(rows, budget, caplog) -> None
     assert "cache larger than the tables: capped" in caplog.text
     assert str(rows or budget) in caplog.text
     assert cache_slots(9999, None, None, [(10, 4, 0), (1, 8, 0)], 4, 4) == [12, 4]  # whole blocks
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ((5, 0.1, None), "cache.rows=5 and cache.ratio=0.1: give at most one"),
-        ((5, None, 7), "cache.rows=5 and cache.bytes=7"),
-        ((5, 0.1, 7), "cache.rows=5 and cache.ratio=0.1 and cache.bytes=7"),
-        ((None, 1.5, None), r"cache.ratio=1.5 .*\(0, 1\].* 0.015"),
-        ((None, 0.0, None), "cache.ratio=0.0"),
-        ((None, float("nan"), None), "cache.ratio=nan"),
-        ((0, None, None), "cache.rows=0 .* at least 1"),
-        ((None, None, -4), "cache.bytes=-4"),
-    ],
-)
-def test_wrong_values(wrong, says) -> None:
-    with pytest.raises(ConfigError, match=says):
-        cache_slots(*wrong, TWO, 4, 2)
 
 
 GROUPS = st.lists(

@@ -137,7 +137,7 @@ def test_the_target_has_three_digits_where_few_sizes_differ(wanted: float) -> No
     curve = Curve.of(TableCounts("a", 40, 40, 40, np.ones(40, np.int64)))
     profile, replayed = SimpleNamespace(curve=curve, batch_lookups=4.0), SimpleNamespace()
     replayed.estimate = estimate
-    search = SizeSearch(replayed, sizes, [profile], lambda slots: Case(Policy(), tuple(slots)), 1)
+    search = SizeSearch(replayed, sizes, [profile], lambda s, w: Case(Policy(), tuple(s)), 1)
     target = search.target(wanted)
     assert target.point.rate >= wanted
     assert rounded_up(target.point.ratio) == target.point.ratio
@@ -194,9 +194,9 @@ def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> No
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("analyze.target_hit_rate=1", "analyze.target_hit_rate=1.0: give a share"),
-        ("analyze.sample=1.5", "analyze.sample=1.5: give auto, or a share"),
-        ("analyze.sample=some", "analyze.sample=some: give auto"),
+        ("analyze.target_hit_rate=1", "target_hit_rate=1.0 is a share: give a number above 0 and"),
+        ("analyze.sample=1.5", "analyze.sample=1.5 is a share: give a number above 0 and at most"),
+        ("analyze.sample=some", "analyze.sample=some is a share: give a number"),
         ("analyze.memory=4g", "analyze.memory: this key went, for every row is counted"),
         ("analyze.replay=0", "analyze.replay=0 is out of range"),
         ("analyze.policies=[lru]", "analyze.policies says what simulate=true replays"),

@@ -55,7 +55,7 @@ def test_everything_is_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert [r["placement"] for r in found.values() if r["best"]] != []
     for name in ("sharded", "replicated", "mixed, K = ", "hybrid table-wise", "hybrid row-wise"):
         assert name in shown and name in report
-    assert "(nvlink4)" in report
+    assert "| inside name | nvlink4 |" in report
     sweep = [r for r in records if r["kind"] == "prediction" and not r["asked"]]
     assert sorted({r["world_size"] for r in sweep}) == [1, 2, 4, 8, 16]
     assert {r["nodes"] for r in sweep if r["world_size"] == 16} == {8}  # two ranks on each
@@ -133,9 +133,12 @@ TABLE = " ".join(SMALL)
         ("cache.ratio=0.1", "cache.ratio: no such key: did you mean cache_ratio"),
         ("bacth=4", "did you mean batch"),
         (f"{TABLE} statistics=nowhere", "statistics=nowhere holds neither"),
-        (f"{TABLE} host=floppy", "host=floppy: the link is not known: give a preset"),
+        (f"{TABLE} host=floppy", "host=floppy: no such link: give a preset"),
         (f"{TABLE} nodes=3", "nodes=3 does not divide world_size=4"),
-        (f"{TABLE} replicated_rows={{t_dog:1}}", "t_dog=1 names no table"),
+        (f"{TABLE} replicated_rows={{t_dog:1}}", "t_dog=1 names no table: choose from t_cat_0"),
+        (f"{TABLE} replicated_rows={{t_cat_2:41}}", "t_cat_2=41, but the table has 40 rows"),
+        (f"{TABLE} replicated_rows={{t_cat_2:-1}}", "give the rows of each table"),
+        (f"{TABLE} inside={{bandwidth:0}}", "inside.bandwidth=0.0: it must be above 0: give"),
         (f"{TABLE} replicated_rows=many", "replicated_rows=many: give the rows of each table"),
         (f"{TABLE} objective=money", "objective=money is unknown: choose time or bytes"),
         (f"{TABLE} device=abacus", "device=abacus is unknown: choose a100"),
@@ -152,7 +155,7 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} batch=0", "batch=0 is out of range"),
         (f"{TABLE} planner_threads=-1", "planner_threads=-1 is out of range"),
         (f"{TABLE} access=away", "access=away is unknown: choose staged or zero_copy"),
-        (f"{TABLE} cache_ratio=2", "cache.ratio=2.0 is not in (0, 1]"),
+        (f"{TABLE} cache_ratio=2", "cache_ratio=2.0 is a share: give a number above 0 and"),
         (f"{TABLE} state=away", "state=away is unknown: choose auto or replicated or home"),
         (f"{TABLE} cache_rows=4 cache_ratio=0.1", "cache_rows=4 and cache_ratio=0.1 contradict"),
     ],
@@ -243,7 +246,7 @@ def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     found = asked(records)["sharded"]["seconds"]
     assert found["total"] > 0 == found["threads"]["launch"]  # the CPU's own calls
     assert min(found["threads"]["planner"], found["threads"]["mover"]) > 0
-    assert "(measured)" in (tmp_path / "report.md").read_text()
+    assert "| host name | measured |" in (tmp_path / "report.md").read_text()
     threads = read_cluster(tmp_path).threads
     assert (threads.name, threads.planner_threads) == ("measured", 1)
     assert min(threads.launch_s, threads.byte_s, threads.row_s) > 0

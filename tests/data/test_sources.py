@@ -20,8 +20,8 @@ from distcache.data.criteo import CriteoArrays, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError, DataError
 from distcache.popularity import hot_cold
-from distcache.popularity.curve import Curve
-from distcache.popularity.hot_cold import COLD, HOT, HotColdSource, HotSet, hottest
+from distcache.popularity.curve import Curve, most_frequent
+from distcache.popularity.hot_cold import COLD, HOT, HotColdSource, HotSet
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +175,12 @@ def hot_set(of: SlicedSource, share: float | None = None) -> HotSet:
         share = 0.85 if len(of.features) == 26 else 0.35
     known = count(of)
     curves = [Curve.of(table, known.samples) for table in known.tables]
-    return HotSet(known, hottest(curves, int(share * sum(t.distinct for t in known.tables))))
+    return HotSet(known, most_frequent(curves, int(share * sum(t.distinct for t in known.tables))))
 
 
 def batches_of(of: HotColdSource, epoch: int, rank: int = 0, size: int = 1) -> list[Batch]:
     """All of an epoch, hot ones first."""
-    sizes = zip((HOT, COLD), of.epoch(epoch).sizes, strict=True)
+    sizes = zip((HOT, COLD), of.sizes(epoch), strict=True)
     places = [(epoch, kind, number) for kind, n in sizes for number in range(n)]
     return [of.batch(place, 100 + at, rank, size).loaded() for at, place in enumerate(places)]
 
@@ -193,7 +193,7 @@ def test_every_sample_once_and_of_its_kind(folder, monkeypatch, name):
     tables = zip(count(plain).tables, hot.hot_rows, strict=True)
     own = [set(table.hottest(rows).tolist()) for table, rows in tables]
     of, orders = HotColdSource(plain, hot), []
-    assert of.steps_per_epoch == sum(of.epoch(0).sizes)
+    assert of.steps_per_epoch == sum(of.sizes(0))
     cuts = [0, 64, 64, plain.samples_per_epoch]  # as ranks classify
     parts = [hot_cold.classify(plain, hot, 0, pair) for pair in pairwise(cuts)]
     assert np.array_equal(np.concatenate(parts), hot_cold.classify(plain, hot, 0))
@@ -208,8 +208,8 @@ def test_every_sample_once_and_of_its_kind(folder, monkeypatch, name):
                 only_hot = all(row in own[f] for f, bag in enumerate(bags) for row in bag)
                 assert only_hot == (batch.phase == HOT)
         sizes = [batch.global_size for batch in batches]
-        hot_batches = of.epoch(epoch).sizes[0]
-        assert min(of.epoch(epoch).sizes) > 1
+        hot_batches = of.sizes(epoch)[0]
+        assert min(of.sizes(epoch)) > 1
         assert set(sizes[: hot_batches - 1]) | set(sizes[hot_batches:-1]) == {16}
         orders.append([samples for batch in found for samples in batch])
         for size in (2, 3):
@@ -263,7 +263,7 @@ def test_neighbours_on_the_disk_stay_near_each_other(tmp_path, monkeypatch):
     hinted = []
     plain.will_need = lambda start, stop: hinted.append((start, stop))
     of = HotColdSource(plain, hot_set(plain, 0.6))
-    hot = of.epoch(0).kinds[HOT]
+    hot = of.epoch(0)[HOT]
     assert hot.chosen.count > 256
     hinted.clear()
     spread = []
@@ -291,7 +291,7 @@ def test_all_of_one_kind_trains_as_it_is_with_a_warning(caplog, share, kind):
         of = HotColdSource(plain, hot_set(plain, share), show=True)
     assert re.search(f"all samples are {kind}.*nothing is gained over data.batch", caplog.text)
     assert re.search(r"(0|700) of 700 samples are hot \((0|100).00 %\)", caplog.text)
-    assert sorted(of.epoch(0).sizes) == [0, 44]
+    assert sorted(of.sizes(0)) == [0, 44]
     found = [s for batch in batches_of(of, 0) for s in samples_of(batch)]
     as_is = [s for step in range(44) for s in samples_of(plain.train_batch(step, 0, 1))]
     assert Counter(found) == Counter(as_is)

@@ -15,12 +15,11 @@ from distcache.popularity import curve as module
 from distcache.popularity.curve import (
     Curve,
     Drift,
-    StaticSet,
     TableCounter,
     fit_zipf,
     most_frequent,
 )
-from distcache.popularity.hot_cold import HotSet, expected_cold, hottest, rows_that_fit
+from distcache.popularity.hot_cold import HotSet, expected_cold, rows_that_fit
 from distcache.popularity.statistics import Statistics, TableCounts
 
 
@@ -126,15 +125,17 @@ def test_the_best_fixed_set_of_several_tables() -> None:
     rng = np.random.default_rng(2)
     many = [rng.integers(0, 50, 40), rng.integers(0, 90, 30)]
     curves = [curve_of(counts) for counts in many]
-    found = StaticSet.of(curves, (20, 40))
     joint = np.concatenate(many)
     chances = np.concatenate([chance(c, n) for c, n in zip(many, (20, 40), strict=True)])
     order = np.argsort(-joint, kind="stable")
     for rows in (1, 7, 30, 65):
         best = order[:rows]
-        assert found.held("lookups", rows) == pytest.approx(joint[best].sum())
-        assert found.held("touched", rows) == pytest.approx(chances[best].sum(), rel=0.02)
         parts = most_frequent(curves, rows, shared=True)
+        of = list(zip(curves, parts, (20, 40), strict=True))
+        lookups = sum(curve.held(curve.counts, part) for curve, part, _ in of)
+        assert lookups == pytest.approx(joint[best].sum())
+        touched = sum(curve.held(curve.touched(n), part) for curve, part, n in of)
+        assert touched == pytest.approx(chances[best].sum(), rel=0.05)
         assert sum(parts) == pytest.approx(min(rows, (joint > 0).sum()))
         least = joint[best].min()
         for counts, part in zip(many, parts, strict=True):
@@ -179,8 +180,8 @@ def test_the_exponent_is_found_within_its_error(rows: int, exponent: float) -> N
 
 def test_uniform_ids_have_the_exponent_0_and_few_have_none() -> None:
     fit = fit_zipf(zipf_curve(2_000, 200_000, 0.0, 3))
-    assert fit.exponent == 0 and fit.rows == 2_000 and "chance" in fit.why
-    assert fit_zipf(zipf_curve(3, 1000, 1.0, 1)).why.startswith("fewer than 20 rows")
+    assert fit.exponent == 0 and fit.rows == 2_000
+    assert fit_zipf(zipf_curve(3, 1000, 1.0, 1)).exponent is None
     one = fit_zipf(curve_of(np.eye(1, 100, 7, dtype=np.int64)[0] * 500))
     assert one.exponent is None and one.error is None
 
@@ -221,7 +222,7 @@ def test_greedy_equals_a_sort(seed):
     every = sorted((-count, table) for table, own in enumerate(counts) for count in own if count)
     for rows in (0, 1, 5, 40, len(every), len(every) + 9):
         taken = [table for _, table in every[:rows]]
-        assert hottest(curves(known), rows) == [taken.count(table) for table in range(4)]
+        assert most_frequent(curves(known), rows) == [taken.count(table) for table in range(4)]
 
 
 def test_cold_batches_look_up_as_many_cold_rows_as_expected():
@@ -229,7 +230,7 @@ def test_cold_batches_look_up_as_many_cold_rows_as_expected():
     rng = np.random.default_rng(0)
     ids = np.minimum(rng.zipf(1.3, (20_000, 3)) - 1, 4999)
     known = statistics(*(np.bincount(ids[:, t], minlength=5000) for t in range(3)), samples=20_000)
-    hot = HotSet(known, hottest(curves(known), 600))
+    hot = HotSet(known, most_frequent(curves(known), 600))
     masks = np.stack([hot.has(t, ids[:, t]) for t in range(3)], axis=1)
     cold = np.flatnonzero(~masks.all(axis=1))
     batch, found = 256, []
@@ -253,7 +254,7 @@ def test_rows_that_fit_leave_room_and_use_it():
         room = slots - slots // 10  # the margin of caches as small as these
         rows = sum(rows_that_fit(known, slots, batch))
         needed = [
-            hot + steps * expected_cold(known, hottest(known, hot), batch)
+            hot + steps * expected_cold(known, most_frequent(known, hot), batch)
             for hot in (rows, rows + 1)
         ]
         assert 0 < rows < room
