@@ -60,7 +60,6 @@ REFUSED = {
     "trainer.eval_every=5 trainer.eval_steps=0": ("trainer.eval_every=5", "eval_steps=<"),
     "trainer.log_level=loud": ("trainer.log_level=LOUD", "DEBUG"),
     "trainer.timeout_s=0": ("trainer.timeout_s=0", "above 0"),
-    "trainer.resume=/no/such/run": ("trainer.resume=/no/such/run", "run folder"),
     "model.over_arch=[64,2]": ("model.over_arch=[64, 2]", "append a 1"),
     "model.over_arch=[]": ("model.over_arch=[]", "at least 1"),
     "model.dense_arch=[64,8]": ("model.dense_arch=[64, 8]", "model.embedding_dim=16"),
@@ -84,7 +83,6 @@ REFUSED = {
     "parallel=hybrid optim=adam trainer.device=cpu": ("optim=adam", "rowwise_adagrad"),
     "parallel=hybrid optim=ftrl": ("optim=ftrl", "one of these, or parallel=data"),
     "parallel=hybrid optim=sgd optim.weight_decay=0.1": ("optim.weight_decay=0.1", "parallel=data"),
-    "trainer.backend=nccl trainer.device=cpu": ("2 ranks on this machine, 0 GPUs", "gloo"),
     "data=parquet": ("data.path is not set, and data=parquet reads files", "=<file or glob>"),
     PARQUET + "data.path=none*": ("data.path=none*: no such file",),
     PARQUET + "data.path=.": ("data.path=. is a folder", "'./*'"),
@@ -141,7 +139,7 @@ def configured(overrides: list[str]) -> Config:
 
 
 def checked(overrides: list[str]) -> list[str]:
-    return check(configured(overrides), world_size=2, local_size=2)
+    return check(configured(overrides), world_size=2)
 
 
 @pytest.mark.parametrize("overrides", REFUSED)
@@ -230,19 +228,14 @@ def test_accepted_with_a_warning_or_none(overrides, files):
     assert ACCEPTED[overrides] in "".join(warnings)
 
 
-def test_gpus_are_counted(monkeypatch):
-    for gpus, overrides, refused in (
-        (1, ["trainer.backend=nccl"], "2 ranks on this machine, 1 GPUs"),
-        (1, ["trainer.backend=gloo", "trainer.device=cuda"], None),
-        (0, ["trainer.device=cuda"], "trainer.device=cuda, but torch sees no GPU"),
-        (2, ["parallel=hybrid", "optim=adam"], None),
-    ):
+def test_adam_of_hybrid_wants_a_gpu(monkeypatch):
+    for gpus in (0, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        if refused is None:
-            assert checked(overrides) == []
+        if gpus:
+            assert checked(["parallel=hybrid", "optim=adam"]) == []
             continue
-        with pytest.raises(ConfigError, match=refused):
-            checked(overrides)
+        with pytest.raises(ConfigError, match="fbgemm has no Adam on the CPU"):
+            checked(["parallel=hybrid", "optim=adam"])
 
 
 def test_only_hybrid_looks_for_fbgemm(monkeypatch):
