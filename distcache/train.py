@@ -39,7 +39,7 @@ from distcache.cli.run import (
     take_over_ctrl_c,
 )
 from distcache.comm import rendezvous
-from distcache.comm.link import together
+from distcache.comm.link import agree_on, agree_on_versions, together
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.keys import without_use
 from distcache.config.tree import Config
@@ -166,9 +166,10 @@ def in_world(
     world: World | None = None
     try:
         trainer = config.trainer
-        hybrid = config.parallel.mode == "hybrid"
-        where = (trainer.device, trainer.backend, trainer.timeout_s)
-        world = open_world(*where, store, hybrid, sys.argv[1:])
+        world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
+        # Rank 0's count for all; they may stand in any order.
+        agree_on(world, {word.partition("=")[0]: word for word in sys.argv[1:]})
+        agree_on_versions(world, config.parallel.mode == "hybrid")
         torch.set_num_threads(compute_threads(config, world))
         # What a second Ctrl-C does: an exception would go through libraries that swallow it.
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))

@@ -151,7 +151,7 @@ def test_the_cause_is_told_before_its_consequences(tmp_path):
     assert done.stderr.index("the cause") < done.stderr.index("Traceback")  # torchrun's own
 
 
-SEEDS = "command lines differ: trainer.seed is '5' on rank 0 and '6' on rank 1"
+SEEDS = "trainer.seed is 'trainer.seed=5' on rank 0 and 'trainer.seed=6' on rank 1; start all"
 SIZES = "the ranks differ: WORLD_SIZE is '2' on rank 0 and '3' on rank 1"
 
 
