@@ -450,7 +450,7 @@ def fit(
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
         again = "run.dir" in given and is_restart()  # else the folder may be of another call
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given, again))
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, again))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))

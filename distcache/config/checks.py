@@ -493,6 +493,9 @@ def _warnings(config: Config, world_size: int, device: str) -> list[str]:
         ),
         f"data.global_batch_size={data.global_batch_size} leaves some of {world_size} ranks "
         "without a sample": data.global_batch_size < world_size,
+        f"trainer.checkpoint_every={config.trainer.checkpoint_every}: run.save=false keeps no "
+        "checkpoints but that of a stop; set run.save=true": not config.run.save
+        and config.trainer.checkpoint_every != TrainerConfig().checkpoint_every,
         "trainer.tf32=true does nothing on the CPU, which has no TF32": (
             config.trainer.tf32 and device == "cpu"
         ),

@@ -6,11 +6,10 @@ import difflib
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -110,38 +109,6 @@ def not_in_group(key: str, value: str, names: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(value, names, n=1)
     meant = f"did you mean {key}={near[0]}? " if near else ""
     return ConfigError(f"{key}={value}: no such {key}: {meant}there is {', '.join(names)}")
-
-
-def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
-    """`key=value` of the `given` keys that do nothing in such a run on so many ranks."""
-    mode, optimizer, data = config.parallel.mode, config.optim.name, config.data
-    of_ranks = (
-        "cache.placement cache.replicated_rows cache.replicated_share cache.objective "
-        "cache.cluster cache.state"
-    )
-    idle = {
-        f"{of_ranks} cache.policy cache.tail cache.half_life cache.resident cache.warm_start": (
-            mode != "data"
-        ),
-        # Batches by popularity take the hot rows from the slots that a cache would have.
-        "cache.rows cache.ratio cache.bytes cache.split cache.statistics": (
-            mode != "data" and data.batching == "as_is"
-        ),
-        f"{of_ranks} cache.reduction": world_size == 1,
-        "cache.prefetch store.access": mode in ("resident", "hybrid"),
-        "cache.lookahead trainer.schedule trainer.validate_plans cache.reduction": mode == "hybrid",
-        "parallel.sharding": mode != "hybrid",
-        "optim.eps": optimizer in ("sgd", "momentum_sgd", "ftrl"),
-        "optim.betas": "adam" not in optimizer,
-        "optim.initial_accumulator": "adagrad" not in optimizer and optimizer != "ftrl",
-        "model.cross_layers model.cross_rank": config.model.name == "dlrm",
-        "data.on_bad_line": data.name in ("synthetic", "parquet"),
-        "optim.decay_start": not config.optim.decay_steps,
-        "trainer.resume_data": config.trainer.resume == "never",
-        "trainer.checkpoint_whole_every": mode in ("resident", "hybrid"),
-    }
-    keys = {key for words, is_so in idle.items() if is_so for key in words.split()}
-    return [f"{key}={attrgetter(key)(config)}" for key in sorted(keys.intersection(given))]
 
 
 def keys_of(values: Mapping[Any, Any], prefix: str = "") -> set[str]:

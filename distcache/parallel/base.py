@@ -24,13 +24,7 @@ from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
 from distcache.engine.movement import MoveCounts
 from distcache.engine.snapshot import Snapshot
-from distcache.engine.step import (
-    TRAINING,
-    WAIT,
-    Flight,
-    StageClock,
-    Watcher,
-)
+from distcache.engine.step import TRAINING, WAIT, Flight, StageClock, Watcher
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError
 from distcache.store.table_files import Stored

@@ -51,7 +51,7 @@ def test_ctrl_c_in_the_middle(tmp_path):
 def opened(folder: Path, *overrides: str, restarted: bool = False) -> None:
     config = to_config(compose_overrides([f"run.dir={folder}", *overrides]))
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    entry.open_run_folder(folder, config, world, (), restarted)
+    entry.open_run_folder(folder, config, world, restarted)
 
 
 def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):

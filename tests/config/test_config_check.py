@@ -16,11 +16,10 @@ import torch
 from omegaconf import OmegaConf
 
 from distcache import versions
-from distcache.cli.compose import compose_overrides, given_keys, to_config
+from distcache.cli.compose import compose_overrides, to_config
 from distcache.config import checks as config_check
 from distcache.config import rules_of
 from distcache.config.checks import check, check_values
-from distcache.config.keys import without_use
 from distcache.config.tree import CacheConfig, Config
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT, Policy
@@ -217,6 +216,7 @@ ACCEPTED = {
     "cache.rows=500 data.table_rows=[100,50]": "cache.rows=500 is capped: the tables have 150 rows",
     "data.global_batch_size=1": "without a sample",
     "parallel=hybrid optim=rowwise_adagrad": "row states of their own",
+    "trainer.checkpoint_every=9 run.save=false": "trainer.checkpoint_every=9: run.save=false keeps",
     "trainer.tf32=true trainer.device=cpu": "trainer.tf32=true does nothing on the CPU",
 }
 
@@ -243,43 +243,6 @@ def test_only_hybrid_looks_for_fbgemm(monkeypatch):
     monkeypatch.setattr(config_check, "require_hybrid", lambda: looked.append(1))
     for mode in ("data", "resident", "host", "hybrid"):
         assert checked([f"parallel={mode}"]) == [] and len(looked) == (mode == "hybrid")
-
-
-IDLE = [
-    ("", 1, ""),
-    ("experiment=quickstart", 1, ""),  # which sets keys of other modes
-    ("parallel=hybrid parallel.sharding=row_wise", 2, ""),
-    ("parallel.sharding=row_wise", 2, "parallel.sharding=row_wise"),
-    ("cache.placement=sharded cache.state=home cache.rows=9", 2, ""),
-    ("cache.placement=sharded cache.state=home cache.rows=9", 1, "cache.placement=sharded, "
-     "cache.state=home"),
-    ("cache.reduction=native", 1, "cache.reduction=native"),
-    ("parallel=resident cache.rows=9 cache.lookahead=2", 1, "cache.rows=9"),
-    ("parallel=resident cache.prefetch=2", 2, "cache.prefetch=2"),
-    ("parallel=host store.access=zero_copy cache.tail=lru", 2, "cache.tail=lru"),
-    ("parallel=resident store.access=zero_copy", 2, "store.access=zero_copy"),
-    ("parallel=hybrid cache.rows=9 cache.prefetch=2", 1, "cache.prefetch=2, cache.rows=9"),
-    ("optim=sgd optim.eps=1e-3", 1, "optim.eps=0.001"),
-    ("optim=adam optim.eps=1e-3", 1, ""),
-    ("optim=ftrl optim.eps=1e-3 optim.initial_accumulator=0.2", 1, "optim.eps=0.001"),
-    ("optim=counted_adam optim.betas=[0.5,0.6] optim.eps=1e-3", 1, ""),
-    ("optim=adamw optim.initial_accumulator=0.2", 1, "optim.initial_accumulator=0.2"),
-    ("optim=adagrad optim.betas=[0.5,0.6]", 1, "optim.betas=[0.5, 0.6]"),
-    ("model.cross_layers=2 optim.decay_start=9", 1, "model.cross_layers=2, optim.decay_start=9"),
-    ("model=dcn_v2 model.cross_layers=2 optim.decay_steps=5 optim.decay_start=9", 1, ""),
-    ("data.on_bad_line=skip trainer.resume_data=any trainer.resume=never", 1,
-     "data.on_bad_line=skip, trainer.resume_data=any"),
-    ("parallel=resident trainer.checkpoint_whole_every=9", 1, "trainer.checkpoint_whole_every=9"),
-    ("parallel=hybrid trainer.schedule=serial", 2, "trainer.schedule=serial"),
-    ("parallel=hybrid cache.rows=9 data.batching=hot_cold cache.statistics=x", 1, ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("overrides", "ranks", "told"), IDLE)
-def test_keys_without_use_are_told(overrides, ranks, told):
-    words = overrides.split()
-    config = configured(words)
-    assert ", ".join(without_use(config, ranks, given_keys(words))) == told
 
 
 @pytest.mark.parametrize("word", ["off", "'off'", "false"])
