@@ -16,9 +16,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from itertools import combinations, takewhile
+from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from distcache.cli.run import Table, draw, machine_text, output_folder, run_job,
 from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
 from distcache.config.checks import at_least, one_of, refuse_if
-from distcache.config.tree import Config, RunConfig
+from distcache.config.tree import Config
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.compare")
@@ -127,14 +126,6 @@ def check_line(line: Line[CompareConfig]) -> None:
         refuse_if(key in line.given, itself)
     for mode in own.modes:
         one_of("modes", mode, list(VARIANTS))
-        for layout in VARIANTS[mode]:
-            key = layout.partition("=")[0]
-            for given in line.overrides:
-                refuse_if(
-                    given.partition("=")[0].lstrip("+") == key,
-                    f"{given}: modes={mode} sets {key} itself: leave it out, or name the mode "
-                    f"({VARIANTS[mode][0].partition('=')[2]}) in modes= instead of its layout",
-                )
     twice = f"modes={','.join(own.modes)} names a mode twice: use repeats=2"
     refuse_if(len(set(own.modes)) < len(own.modes), twice)
     at_least("world_size", own.world_size, 1)
@@ -145,21 +136,20 @@ def check_line(line: Line[CompareConfig]) -> None:
 def prepare(line: Line[CompareConfig]) -> list[Job]:
     """Compose and check every mode's configuration; ConfigError if all are refused."""
     own = line.values
-    place = Place(world_size=own.world_size, local_size=own.world_size)
+    place = Place(world_size=own.world_size)
     given = {word.partition("=")[0] for word in line.overrides}
-    jobs, errors, seen = [], [], dict[str, Config]()
+    jobs, errors = [], []
     for mode in own.modes:
-        arguments = list(VARIANTS[mode])
+        arguments = []
         for text in line.overrides:  # but those of keys that only other layouts asked for take
             takers = set(ONLY_OF.get(text.partition("=")[0].lstrip("+"), own.modes))
             if mode in takers or not takers.intersection(own.modes):
                 arguments.append(text)
+        arguments += VARIANTS[mode]  # which says what the mode is, whatever is given for others
         if "run.save" not in given:
             arguments.append("run.save=false")
         try:
-            config = checked_config(compose_overrides(arguments), place)
-            steps = config.trainer.steps
-            seen[mode] = replace(config, run=RunConfig())
+            steps = checked_config(compose_overrides(arguments), place).trainer.steps
             if steps is not None and "trainer.log_every" not in given:
                 arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
             jobs.append(Job(mode, tuple(arguments)))
@@ -168,10 +158,6 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
             errors.append(error)
     if len(errors) == len(jobs):
         raise errors[0]
-    for one, other in combinations(seen, 2):
-        same = f"modes={one},{other} are one and the same configuration"
-        how = "leave one of them out; repeats=2 runs it twice"
-        refuse_if(seen[one] == seen[other], f"{same}: {how}")
     return jobs
 
 
@@ -225,9 +211,8 @@ class ModeRun:
         """A number of the summary by dotted key, times `factor`; None where there is none."""
         value: Any = self.summary
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        return value * factor if known else None
+            value = (value or {}).get(part)
+        return None if value is None else value * factor
 
     def per_step(self, key: str, factor: float = 1) -> float | None:
         """A number of the summary divided by the steps that it covers."""
@@ -347,6 +332,8 @@ def largest_loss_difference(one: ModeRun, other: ModeRun) -> float | None:
 # -----------------------------------------------------------------------------
 # The comparison as one picture of four panels: losses, throughput, device memory, bytes.
 
+RATES = {"samples_per_second": "whole run"}
+MEMORY = {"embedding_device_bytes": "embeddings", "peak_device_bytes": "peak"}
 LINKS = {
     "host_to_device_bytes": "host to device,\nall ranks",
     "device_to_host_bytes": "device to host,\nall ranks",
@@ -354,17 +341,17 @@ LINKS = {
     "dense_collective_bytes": "dense\ngradients,\nper rank",
     "planning_bytes": "planning",
 }
-MEMORY = {"embedding_device_bytes": "embeddings", "peak_device_bytes": "peak"}
 
 
 def plot(figure: Any, modes: dict[str, list[ModeRun]]) -> None:
     """Draw the picture of the modes, of which there is at least one."""
     losses, rates, memory, links = figure.subplots(2, 2).flat
     draw_losses(losses, modes)
-    draw_throughput(rates, modes)
-    draw_bars(memory, modes, MEMORY, lambda run, key: run.number(key, MIB))
+    draw_bars(rates, modes, RATES, ModeRun.number, 1)
+    rates.set(title="throughput, samples/s")
+    draw_bars(memory, modes, MEMORY, ModeRun.number, MIB)
     memory.set(title="device memory per rank, MiB")
-    draw_bars(links, modes, LINKS, lambda run, key: run.per_step(key, KIB))
+    draw_bars(links, modes, LINKS, ModeRun.per_step, KIB)
     links.set(title="KiB per step by link")
     for panel in (losses, rates, memory, links):
         tidy(panel, "y")
@@ -382,37 +369,14 @@ def draw_losses(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
     panel.legend()
 
 
-def draw_throughput(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
-    """Samples per second; the lines span the noise range of the step time."""
-    told = False
-    for place, runs in enumerate(modes.values()):
-        rate = median_of(runs, lambda run: run.number("samples_per_second"))
-        if rate is None:
-            continue
-        scatter, batch = spread(runs), runs[0].number("global_batch_size")
-        bar = panel.bar(place, rate, 0.6, color=f"C{place}")
-        panel.bar_label(bar, fmt="{:,.0f}", label_type="center", color="white")
-        if scatter is not None and batch:
-            told = True
-            ends = [[rate - 1000 * batch / scatter.high], [1000 * batch / scatter.low - rate]]
-            panel.errorbar(place, rate, np.maximum(ends, 0), color="black", capsize=4)
-    panel.set_xticks(range(len(modes)), list(modes))
-    panel.yaxis.set_major_formatter("{x:,.0f}")
-    noise = "the line spans the noise" if told else "noise unknown: too few steps"
-    panel.set(title=f"throughput ({noise})", ylabel="samples/s")
-
-
 def draw_bars(
-    panel: Any,
-    modes: dict[str, list[ModeRun]],
-    keys: Mapping[str, str],
-    read: Callable[[ModeRun, str], float | None],
+    panel: Any, modes: dict[str, list[ModeRun]], keys: Mapping[str, str], read: Read, factor: float
 ) -> None:
     """A group of bars per key, a bar per mode; logarithmic where values lie far apart."""
     width, places = 0.8 / len(modes), np.arange(len(keys))
     rotation, seen = 0 if len(keys) * len(modes) <= 12 else 90, []
-    for order, (mode, runs) in enumerate(modes.items()):
-        values = [read(runs[0], key) for key in keys]
+    for order, mode in enumerate(modes):
+        values = [medians(modes, read, key, factor)[order] for key in keys]
         at = places + (order - (len(modes) - 1) / 2) * width
         bars = panel.bar(at, [v or 0 for v in values], 0.92 * width, color=f"C{order}", label=mode)
         texts = ["n/a" if value is None else f"{value:,.4g}" for value in values]
@@ -465,10 +429,17 @@ def by_mode(runs: Sequence[ModeRun]) -> dict[str, list[ModeRun]]:
     return found
 
 
-def median_of(runs: Sequence[ModeRun], read: Callable[[ModeRun], float | None]) -> float | None:
-    """Median over a mode's runs of a number; None where no run has it."""
-    values = [value for run in runs if (value := read(run)) is not None]
-    return statistics.median(values) if values else None
+Read = Callable[[ModeRun, str, float], float | None]
+"""`ModeRun.number` or `ModeRun.per_step`."""
+
+
+def medians(
+    modes: Mapping[str, Sequence[ModeRun]], read: Read, key: str, factor: float = 1
+) -> list[float | None]:
+    """Of each mode the median over its runs of a number; None where no run has it."""
+    found = [[read(run, key, factor) for run in runs] for runs in modes.values()]
+    known = [[value for value in values if value is not None] for values in found]
+    return [statistics.median(values) if values else None for values in known]
 
 
 def markdown(runs: Sequence[ModeRun]) -> str:
@@ -487,10 +458,7 @@ def number_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
     """A line per measured number that some mode has."""
     lines = []
     for label, key, factor, form, divided in NUMBERS:
-        read = ModeRun.per_step if divided else ModeRun.number
-        values = [
-            median_of(group, partial(read, key=key, factor=factor)) for group in modes.values()
-        ]
+        values = medians(modes, ModeRun.per_step if divided else ModeRun.number, key, factor)
         if any(value is not None for value in values):
             lines.append((label, *(NOTHING if v is None else format(v, form) for v in values)))
     return lines
@@ -499,9 +467,11 @@ def number_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
 def relation_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
     """Lines that set every other mode against the first: speed, losses, bits."""
     (base, first), *others = modes.items()
+    times = medians(modes, ModeRun.number, "step_ms.median")
     speed, losses, bits = [], [], []
-    for _, group in others:
-        speed.append(ratio(first, group))
+    for (_, group), own in zip(others, times[1:], strict=True):
+        word, _ = verdict(spread(first), spread(group))
+        speed.append(f"{times[0] / own:.2f}x{word}" if times[0] and own else NOTHING)
         difference = largest_loss_difference(first[0], group[0])
         losses.append(NOTHING if difference is None else f"{difference:.1g}")
         words = []  # of losses and of final state; unknown where a run has no digest
@@ -515,15 +485,6 @@ def relation_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
         (f"largest relative loss difference to {base}", NOTHING, *losses),
         (f"bits of losses / final state as {base}", NOTHING, *bits),
     ]
-
-
-def ratio(base: Sequence[ModeRun], group: Sequence[ModeRun]) -> str:
-    """A mode's speed over the first mode's, and whether the difference is noise."""
-    times = [median_of(runs, lambda run: run.number("step_ms.median")) for runs in (base, group)]
-    if not times[0] or not times[1]:
-        return NOTHING
-    word, _ = verdict(spread(base), spread(group))
-    return f"{times[0] / times[1]:.2f}x{word}"
 
 
 def notes(modes: dict[str, list[ModeRun]], runs: Sequence[ModeRun]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -435,8 +434,7 @@ def fit(
     refuse_if(not is_module, f"model={model!r} is no torch.nn.Module of (dense, pooled)")
     given = flat_settings(settings or {})
     config = own_config(parallel, optimizer, given, len(specs))
-    local_size = world.local_size if world else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    check_own(config, local_size)
+    check_own(config)
     lone = config.trainer.eval_every is not None and eval_loader is None
     refuse_if(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
     _refuse_tables_inside(model)
@@ -448,11 +446,11 @@ def fit(
         eval_draws = Draws(None if eval_loader is loader else eval_loader)
     try:
         agree_on_versions(own_world, parallel == "hybrid")
-        agree_on(own_world, _compared(config, specs))
+        agree_on(own_world, _compared(config, specs, model))
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
         again = "run.dir" in given and is_restart()  # else the folder may be of another call
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, given, again))
+        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, again))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
@@ -479,9 +477,11 @@ def fit(
             close_world(own_world, orderly=False)
 
 
-def _compared(config: Config, tables: Sequence[TableSpec]) -> dict[str, Any]:
-    """What all ranks give alike: tables and settings by key, but those of a rank's own place."""
+def _compared(config: Config, tables: Sequence[TableSpec], model: nn.Module) -> dict[str, Any]:
+    """What all ranks give alike: tables, the model's shapes, and settings by key, but those of a
+    rank's own place."""
     found: dict[str, Any] = {f"table {table.name!r}": table for table in tables}
+    found |= {f"the shape of {name}": list(p.shape) for name, p in model.named_parameters()}
     found["the order of tables"] = [table.name for table in tables]
     for section in fields(config):
         own = getattr(config, section.name)

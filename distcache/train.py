@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
@@ -24,13 +24,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from distcache.cli.compose import (
-    Composed,
-    checked_config,
-    compose_command_line,
-    given_keys,
-    to_config,
-)
+from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
 from distcache.cli.run import (
     INTERRUPTED,
     describe_environment,
@@ -39,9 +33,8 @@ from distcache.cli.run import (
     take_over_ctrl_c,
 )
 from distcache.comm import rendezvous
-from distcache.comm.link import together
+from distcache.comm.link import agree_on, agree_on_versions, together
 from distcache.comm.world import World, close_world, open_world
-from distcache.config.keys import without_use
 from distcache.config.tree import Config
 from distcache.engine.tracing import remove_trace
 from distcache.errors import ConfigError, DistcacheError
@@ -54,7 +47,7 @@ _OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "model", "model.old
 
 def main() -> int:
     """Run this rank of a training job; its exit code."""
-    return launch(lambda text, *job: run(to_config(text), *job, given_keys(sys.argv[1:])))
+    return launch(lambda text, *job: run(to_config(text), *job))
 
 
 def launch(
@@ -137,10 +130,8 @@ def is_restart() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def run(
-    config: Config, place: rendezvous.Place, store: dist.Store | None, given: Collection[str] = ()
-) -> int:
-    """Train with a checked configuration, which sets the `given` keys; this rank's exit code."""
+def run(config: Config, place: rendezvous.Place, store: dist.Store | None) -> int:
+    """Train with a checked configuration; this rank's exit code."""
     # Imported here: `--help` and `--cfg job` need no trainer.
     from distcache.trainer.checkpoint import check_run_folder
     from distcache.trainer.trainer import train
@@ -148,7 +139,7 @@ def run(
     def work(world: World) -> None:
         run_dir = Path(config.run.dir)
         if world.is_first:
-            open_run_folder(run_dir, config, world, given, is_restart())
+            open_run_folder(run_dir, config, world, is_restart())
         together(world, lambda: None)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
         train(config, world, run_dir)
@@ -166,9 +157,10 @@ def in_world(
     world: World | None = None
     try:
         trainer = config.trainer
-        hybrid = config.parallel.mode == "hybrid"
-        where = (trainer.device, trainer.backend, trainer.timeout_s)
-        world = open_world(*where, store, hybrid, sys.argv[1:])
+        world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
+        # Rank 0's count for all; they may stand in any order.
+        agree_on(world, {word.partition("=")[0]: word for word in sys.argv[1:]})
+        agree_on_versions(world, config.parallel.mode == "hybrid")
         torch.set_num_threads(compute_threads(config, world))
         # What a second Ctrl-C does: an exception would go through libraries that swallow it.
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
@@ -191,15 +183,8 @@ def needs_shared_folder(config: Config) -> str | None:
     return "trainer.trace=true" if config.trainer.trace else None
 
 
-def open_run_folder(
-    run_dir: Path,
-    config: Config,
-    world: World,
-    given: Collection[str] = (),
-    restarted: bool = False,
-) -> None:
-    """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is,
-    and which of the `given` keys have no use in this run.
+def open_run_folder(run_dir: Path, config: Config, world: World, restarted: bool = False) -> None:
+    """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is.
 
     Raises ConfigError where that is not possible, and for a folder that holds another run, which
     this one does not go on with, unless `run.overwrite` is set: what that run measured and saved
@@ -230,14 +215,6 @@ def open_run_folder(
         ) from error
     where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
     log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
-    if idle := without_use(config, world.size, given):
-        log.info("without use in this run, on %d rank(s): %s", world.size, ", ".join(idle))
-    if "trainer.checkpoint_every" in given and not config.run.save:
-        log.warning(
-            "trainer.checkpoint_every=%s: run.save=false keeps no checkpoints but that of a stop; "
-            "set run.save=true",
-            config.trainer.checkpoint_every,
-        )
 
 
 def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:

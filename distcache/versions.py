@@ -26,8 +26,11 @@ DISTRIBUTIONS = (
     "numpy",
     "numba",
     "triton",
+    "hydra-core",
 )
-"""What the ranks of a job compare."""
+"""What the ranks of a job compare, and a run records."""
+
+NOT_INSTALLED = "not installed"
 
 SOURCE = "distcache's source"
 """Name of the checksum of this package's files: a checkout has no version of its own."""
@@ -50,7 +53,7 @@ def versions_here() -> dict[str, str]:
     """Python, `DISTRIBUTIONS` and `SOURCE`, each as words; torch's with its build."""
     import torch
 
-    found = {name: installed(name) or "not installed" for name in DISTRIBUTIONS}
+    found = {name: installed(name) or NOT_INSTALLED for name in DISTRIBUTIONS}
     return found | {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -40,7 +40,7 @@ from distcache.engine.planning import StreamPlanner
 from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import running
 from distcache.models import initialise
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.store.old_rows import OldRows
 from distcache.trainer import checkpoint, manifest, saving
@@ -115,7 +115,7 @@ class Killed(ToyParallel):
         settings = CachedSettings("data", (slots,), 3, 2, dtype=torch.float64)
         settings = replace(settings, placement=placement, result_delay=point.delay)
         model = initialise(SmallNet(3, 8), 0, torch.float64)
-        parts = (TABLES, ToySource.features, model, OptimizerSpec("adam"), settings)
+        parts = (TABLES, ToySource.features, model, row_update("adam"), settings)
         CachedParallel.__init__(self, world, *parts)
         self.stop_after, self.closed, self.waits = None, 0, point.waits
 

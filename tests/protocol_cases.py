@@ -16,11 +16,11 @@ from scenarios import Scenario, table
 
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings
 
 TABLES = (table("a", 60), table("b", 9, features=2), table("c", 5, dim=4))
-CASE = Scenario(TABLES, OptimizerSpec("adagrad"), global_batch=12, steps=6)
+CASE = Scenario(TABLES, row_update("adagrad"), global_batch=12, steps=6)
 SLOTS = (48, 6)
 
 

@@ -21,7 +21,7 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSource, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.models import initialise
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import RowUpdate, row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.popularity.slots import Budget, first_rows, statistics_of
 from distcache.popularity.statistics import (
@@ -50,7 +50,7 @@ class Scenario:
     """Tables, bags and optimizer of a run. `bag`: largest number of ids in a bag (0 to bag)."""
 
     tables: tuple[TableSpec, ...]
-    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("sgd"))
+    optimizer: RowUpdate = field(default_factory=lambda: row_update("sgd"))
     lr: float = 0.1
     global_batch: int = 24
     last_batch: int | None = None
@@ -225,18 +225,18 @@ def finish(mode, scenario: Scenario, losses: list[float]) -> Outcome:
 
 
 OPTIMIZERS = {
-    "sgd": (OptimizerSpec("sgd"), 0.1),
-    "adagrad": (OptimizerSpec("adagrad", initial_accumulator=0.1), 0.005),
-    "rowwise_adagrad": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1), 0.005),
-    "adam": (OptimizerSpec("adam"), 0.005),
-    "momentum_sgd": (OptimizerSpec("momentum_sgd", weight_decay=0.01), 0.02),
-    "adamw": (OptimizerSpec("adamw"), 0.005),
-    "partial_rowwise_adam": (OptimizerSpec("partial_rowwise_adam"), 0.005),
-    "counted_adam": (OptimizerSpec("counted_adam", weight_decay=0.01), 0.005),
-    "ftrl": (OptimizerSpec("ftrl", l1=1e-4, l2=1e-3), 0.05),
-    "l2": (OptimizerSpec("rowwise_adagrad", initial_accumulator=0.1, weight_decay=0.1), 0.005),
+    "sgd": (row_update("sgd"), 0.1),
+    "adagrad": (row_update("adagrad", initial_accumulator=0.1), 0.005),
+    "rowwise_adagrad": (row_update("rowwise_adagrad", initial_accumulator=0.1), 0.005),
+    "adam": (row_update("adam"), 0.005),
+    "momentum_sgd": (row_update("momentum_sgd", weight_decay=0.01), 0.02),
+    "adamw": (row_update("adamw"), 0.005),
+    "partial_rowwise_adam": (row_update("partial_rowwise_adam"), 0.005),
+    "counted_adam": (row_update("counted_adam", weight_decay=0.01), 0.005),
+    "ftrl": (row_update("ftrl", l1=1e-4, l2=1e-3), 0.05),
+    "l2": (row_update("rowwise_adagrad", initial_accumulator=0.1, weight_decay=0.1), 0.005),
     "decoupled": (
-        OptimizerSpec(
+        row_update(
             "rowwise_adagrad",
             initial_accumulator=0.1,
             weight_decay=0.1,
@@ -258,7 +258,7 @@ def check_against_trainer(
     """Losses within 1e-9 (float64) or 1e-5, weights within 1e-10 (or `weights`), or ten times the
     drift of the trainer itself when it takes its samples in reverse; `by_table`: as of its
     settings."""
-    own = {key: value for key, value in vars(case.optimizer.rows()).items() if key != "lr"}
+    own = {key: value for key, value in vars(case.optimizer).items() if key != "lr"}
     settings = reference_trainer.Settings(
         optimizer=case.optimizer.name,
         feature_tables=tuple(case.readers[feature].name for feature in case.features),

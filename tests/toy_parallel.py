@@ -25,7 +25,8 @@ from distcache.config.tree import (
 from distcache.data.batch import Batch, JaggedIds, slice_bounds
 from distcache.layout import TableSpec
 from distcache.models import initialise
-from distcache.parallel.base import OptimizerSpec, Parallel, Step, StepResult
+from distcache.optim import row_update
+from distcache.parallel.base import Parallel, Step, StepResult
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.trainer.trainer import Run, TrainResult
 
@@ -106,7 +107,7 @@ class ToyParallel(CachedParallel):
         slots = 28 if world.size < 3 else 36
         settings = CachedSettings(mode, (slots,), 3, 2, dtype=torch.float64, result_delay=delay)
         model = initialise(SmallNet(3, 8), 0, torch.float64)
-        super().__init__(world, TABLES, ToySource.features, model, OptimizerSpec("adam"), settings)
+        super().__init__(world, TABLES, ToySource.features, model, row_update("adam"), settings)
         self.stop_after, self.number, self.closed = stop_after, number, 0
 
     def train_step(self, step: Step, asks: int = 0) -> StepResult:

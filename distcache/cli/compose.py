@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import hydra
 import yaml
@@ -67,54 +67,37 @@ def compose_command_line(place: Place) -> Composed:
     here, each job in fresh processes.
     """
     if asks_for_sweep(sys.argv[1:]):
-        _check_alone(place.world_size)
+        refuse_if(
+            place.world_size > 1,
+            f"--multirun under torchrun would start every job of the sweep in each of "
+            f"{place.world_size} ranks: run `python -m distcache.train --multirun "
+            f"run.sweep_ranks={place.world_size} key=a,b ...` without torchrun; it starts each job "
+            "with that many ranks, one job after the other",
+        )
         for argument in sys.argv[1:]:
             one = f"{argument} in a sweep would put all jobs into one folder"
             how = "name the folder of the sweep with hydra.sweep.dir=<folder>"
             refuse_if(argument.startswith("run.dir="), f"{one}: {how}")
     _check_line(sys.argv[1:])
-    _store(Config, "config")
     configs: list[DictConfig] = []
     codes: list[int] = []
 
     def task(config: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            _check_alone(place.world_size)
             codes.append(_run_sweep_job(config))
         else:
             configs.append(config)
 
-    _run_hydra("train", task)
+    _run_hydra("train", Config, task)
     return Composed(to_text(configs[0])) if configs else Composed(None, int(any(codes)))
 
 
-def _store(schema: type, name: str) -> None:
-    """Make a tree known to Hydra, which then checks every key and type against it."""
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-
-
-def _run_hydra(command: str, task: Callable[[DictConfig], None]) -> None:
-    """Run Hydra over `sys.argv` with `conf/<command>.yaml`.
-
-    What it sets up for its own messages, through which libraries would speak, is taken back unless
-    the user has chosen a logging of Hydra's.
-    """
-    root, asked = logging.getLogger(), []
-    level, handlers = root.level, list(root.handlers)
-
-    def run(config: DictConfig) -> None:
-        settings = HydraConfig.get()
-        chosen = settings.runtime.choices.get("hydra/job_logging") != "none"
-        asked.append(bool(settings.verbose) or chosen)
-        task(config)
-
-    try:
-        # Hydra's decorator is applied here so that importing this module touches no configuration.
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(run)()
-    finally:
-        if not any(asked):
-            root.setLevel(level)
-            root.handlers[:] = handlers
+def _run_hydra(command: str, schema: type, task: Callable[[DictConfig], None]) -> None:
+    """Run Hydra over `sys.argv` with `conf/<command>.yaml`, every key and type of it checked
+    against the tree `schema`."""
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    # Hydra's decorator is applied here so that importing this module touches no configuration.
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
 
 
 T = TypeVar("T")
@@ -138,19 +121,14 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     for errors that Hydra has printed.
     """
     refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
-    for flag in arguments:
-        name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-        own = flag.startswith("--") and name in keys.own_keys(schema)
-        refuse_if(own, f"{flag}: write {name}=... (true, where it has no value)")
     typed = [_as_hydra(text, schema) for text in arguments]
     _check_line(typed, schema)
-    _store(schema, command)
     OmegaConf.register_new_resolver("own_keys", lambda: keys.usage(schema), replace=True)
     configs: list[DictConfig] = []
     before = sys.argv
     sys.argv = [command, *typed]
     try:
-        _run_hydra(command, configs.append)
+        _run_hydra(command, schema, configs.append)
     except SystemExit as stop:
         if stop.code:
             raise
@@ -205,8 +183,8 @@ def _as_hydra(text: str, schema: type) -> str:
 
 def compose_overrides(overrides: Sequence[str]) -> str:
     """Compose without a command line; the config tree as YAML. Raises ConfigError."""
-    _check_keys(overrides)
-    _store(Config, "config")
+    _check_line(overrides)
+    ConfigStore.instance().store(name="train_schema", node=Config)
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
             return to_text(hydra.compose("train", overrides=list(overrides)))
@@ -220,7 +198,9 @@ def to_text(config: DictConfig) -> str:
 
     Raises ConfigError for keys outside the tree (`+key=value`) and for values that are missing.
     """
-    if unknown := sorted(key for key in keys.keys_of(config) if not keys.is_known(key)):
+    if unknown := sorted(
+        key for key in keys.keys_of(OmegaConf.to_container(config)) if not keys.is_known(key)
+    ):
         raise keys.no_such_key(unknown)
     missing = sorted(OmegaConf.missing_keys(config))
     refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
@@ -234,44 +214,30 @@ def to_config(text: str) -> Config:
     """The typed tree of a YAML text of `to_text`."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(str(error)) from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"no configuration: {text[:80]!r}")
     return as_words(config)
 
 
 def checked_config(text: str, place: Place) -> Config:
     """The typed tree, every value checked; warnings are logged. Raises ConfigError."""
     config = to_config(text)
-    for warning in check(config, place.world_size, place.local_size):
+    for warning in check(config, place.world_size):
         log.warning(warning)
     return config
 
 
 def asks_for_sweep(arguments: Sequence[str]) -> bool:
     """Whether Hydra would read a command line as a sweep."""
-    flags = [argument for argument in arguments if argument.startswith("-")]
-    long = [flag for flag in flags if len(flag) > 3 and "--multirun".startswith(flag)]
-    return bool(long) or "-m" in flags or "hydra.mode=MULTIRUN" in arguments
+    given = get_args_parser().parse_args(list(arguments))
+    return given.multirun or "hydra.mode=MULTIRUN" in given.overrides
 
 
 def override(key: str, value: object) -> str:
     """A Hydra override whose value is taken as it is, whatever signs it holds."""
     text = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{text}'"
-
-
-def _check_alone(world_size: int) -> None:
-    """Raise ConfigError for `--multirun` under torchrun."""
-    refuse_if(
-        world_size > 1,
-        f"--multirun under torchrun would start every job of the sweep in each of {world_size} "
-        "ranks: run `python -m distcache.train --multirun "
-        f"run.sweep_ranks={world_size} key=a,b ...` without torchrun; it starts each job with "
-        "that many ranks, one job after the other",
-    )
 
 
 def given_keys(arguments: Sequence[str]) -> set[str]:
@@ -302,22 +268,18 @@ def _config_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
-    """`_check_keys` for a command line, unless it asks for something that composes nothing."""
-    given = get_args_parser().parse_args(list(arguments))
-    if given.help or given.hydra_help or given.shell_completion or given.info:
-        return
-    _check_keys(given.overrides, bool(_config_flags(arguments)), schema)
-
-
-def _check_keys(overrides: Sequence[str], own_groups: bool = False, schema: type = Config) -> None:
     """ConfigError for overrides that cannot be read, of keys that are none, or with values of
     another type or groups that are not there; Hydra would offer to add such keys to the tree.
 
-    What is no plain override of a key of the tree is Hydra's to judge; `own_groups`: so is any key
-    without a dot, which may be a group of the user's.
+    What is no plain override of a key of the tree is Hydra's to judge, as is all that composes
+    nothing; with a folder of the user's own, so is any key without a dot, which may be a group.
     """
-    own_groups |= any(text.startswith("hydra.searchpath=") for text in overrides)
-    for text in overrides:
+    line = get_args_parser().parse_args(list(arguments))
+    if line.help or line.hydra_help or line.shell_completion or line.info:
+        return
+    own_groups = bool(_config_flags(arguments))
+    own_groups |= any(text.startswith("hydra.searchpath=") for text in line.overrides)
+    for text in line.overrides:
         try:
             (given,) = OverridesParser.create().parse_overrides([text])
         except HydraException as error:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from tqdm import tqdm
 
 from distcache.errors import ConfigError
-from distcache.versions import FBGEMM_DISTRIBUTIONS, installed
+from distcache.versions import NOT_INSTALLED, versions_here
 
 # -----------------------------------------------------------------------------
 # Logging of one rank: rank 0 speaks on stdout, all ranks' warnings and errors go to stderr.
@@ -36,21 +36,6 @@ def take_over_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class RankFormatter(logging.Formatter):
-    """A plain line; warnings and errors say so, and name the rank where there are several."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
-        self.prefix = prefix
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line (more with a traceback) for a record."""
-        line = super().format(record)
-        if record.levelno < logging.WARNING:
-            return line
-        return f"{self.prefix}{record.levelname.lower()}: {line.split(' ', 1)[1]}"
-
-
 def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> None:
     """Configure the `distcache` logger of this process; calling it again replaces the set-up.
 
@@ -58,19 +43,22 @@ def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> N
     """
     logging.getLogger().setLevel(logging.WARNING)  # libraries announce themselves at INFO
     logger = logging.getLogger("distcache")
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
     number = logging.getLevelNamesMapping()[level.upper()]
     quiet = rank > 0 and number > logging.DEBUG
     logger.setLevel(max(number, logging.WARNING) if quiet else number)
     logger.propagate = False
-    formatter = RankFormatter(f"rank {rank}: " if world_size > 1 else "")
     out, err = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     out.addFilter(lambda record: record.levelno < logging.WARNING)
-    err.setLevel(logging.WARNING)
-    for handler in (out, err):
-        handler.setFormatter(formatter)
-        logger.addHandler(handler)
+    out.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+
+    def in_lower_case(record: logging.LogRecord) -> bool:
+        record.word = record.levelname.lower()
+        return record.levelno >= logging.WARNING
+
+    err.addFilter(in_lower_case)
+    who = f"rank {rank}: " if world_size > 1 else ""
+    err.setFormatter(logging.Formatter(f"{who}%(word)s: %(message)s"))
+    logger.handlers[:] = [out, err]
 
 
 def output_folder(given: str, default: str) -> Path:
@@ -108,16 +96,13 @@ def draw(
     """
     # Importing matplotlib reads the backend's name and raises for one that this Python does not
     # have: a notebook names its own to all commands that it starts. None is needed here.
-    backend = os.environ.pop("MPLBACKEND", None)
+    os.environ.pop("MPLBACKEND", None)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         log.warning("no plots: matplotlib is not installed (pip install matplotlib)")
         return False
-    finally:
-        if backend is not None:
-            os.environ["MPLBACKEND"] = backend
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     paint(figure, *arguments)
@@ -153,20 +138,12 @@ def progress_bar(stage: str, total: int | None, unit: str, done: int = 0) -> Ite
 # -----------------------------------------------------------------------------
 # The machine, versions and commit that a run used: `environment.json` of its folder.
 
-DISTRIBUTIONS = (
-    *("distcache", "torch", "torchrec", *FBGEMM_DISTRIBUTIONS),
-    *("numpy", "numba", "hydra-core"),
-)
-
 
 def describe_environment(world_size: int) -> dict[str, Any]:
     """Hardware, versions, commit and command line as JSON values; None where one is unknown."""
     import torch
 
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    versions |= {name: installed(name) for name in DISTRIBUTIONS}
-    versions["torch"] = torch.__version__
-    versions["cuda"] = torch.version.cuda
+    versions = {name: text for name, text in versions_here().items() if text != NOT_INSTALLED}
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "hardware": {
@@ -176,7 +153,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
             "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
         },
         "system": platform.platform(),
-        "versions": versions,
+        "versions": versions | {"cuda": torch.version.cuda},
         "commit": commit(Path(__file__).resolve().parents[2]),
         "command": sys.argv,
         "threads": torch.get_num_threads(),
@@ -205,16 +182,18 @@ def commit(checkout: Path) -> dict[str, Any] | None:
     if not (checkout / ".git").exists():
         return None
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(checkout), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip()
-
+    how = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
-        changes = git("status", "--porcelain", "--untracked-files=no")
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+        said = subprocess.run(
+            ["git", "-C", str(checkout), *how],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+    return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
 
 
 # -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ work whose failure on one rank all ranks learn of."""
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pickle
 import threading
@@ -19,16 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distcache.comm.rendezvous import (
-    compare_versions,
+    differences,
     failure_of_others,
     first_line,
     has_ended,
+    named_ranks,
     require_equal,
 )
 from distcache.comm.world import Nodes, World
 from distcache.errors import DistcacheError, PeerError
 from distcache.streams import Mark
-from distcache.versions import versions_here
+from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
+
+log = logging.getLogger(__name__)
 
 # -----------------------------------------------------------------------------
 # What a rank sends: bytes of collectives by category, and a wrapper that counts other code's.
@@ -99,8 +103,9 @@ class CollectiveCounters:
         self.count(category, nbytes, nbytes if last else 0)
 
     def values(self) -> dict[str, int]:
-        """The categories' counters by name."""
-        return {name: getattr(self, name) for name in CATEGORIES}
+        """The categories' counters by name, and where there are several nodes the one of those."""
+        names = CATEGORIES if self.nodes is None else (*CATEGORIES, "inter_node_bytes")
+        return {name: getattr(self, name) for name in names}
 
 
 COUNTED = {
@@ -253,18 +258,14 @@ class Waiting:
             if failure is not None and (over or ended or not failure.secondary):
                 return failure.message
             if ended:
-                return f"{where}; {_names(ended)} ended without a word ({reason})"
+                return f"{where}; {named_ranks(ended)} ended without a word ({reason})"
             if over:
                 break
             time.sleep(0.05)
         if absent:
-            limit = f"trainer.timeout_s={world.timeout_s:g}"
-            return f"{where}; {_names(absent)} did not come within {limit}, or ended ({reason})"
+            late, limit = named_ranks(absent), f"trainer.timeout_s={world.timeout_s:g}"
+            return f"{where}; {late} did not come within {limit}, or ended ({reason})"
         return f"{where}, as did all others ({reason})"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 # -----------------------------------------------------------------------------
@@ -446,31 +447,22 @@ def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what:
         copies = torch.cat([rows] * world.size)
         return link.start_all_to_all(copies, [len(rows)] * world.size, counts, category, what)()
     node = nodes.of(rank)
-    mates = [mate for mate in nodes.ranks(node) if mate != rank]
-    strangers = [other for other in range(world.size) if nodes.of(other) != node]
-    # Whose rows each rank of this node takes for all of them.
+    # Whose rows each rank of this node takes for all of them: its own, and of some other ranks.
     taken = {
-        mate: [other for other in strangers if nodes.peer(other, node) == mate]
+        mate: [other for other in range(world.size) if nodes.peer(other, node) == mate]
         for mate in nodes.ranks(node)
     }
-    to = {*mates, *(nodes.peer(rank, other) for other in range(nodes.count) if other != node)}
-    came_from = {*mates, *taken[rank]}
+    to = {nodes.peer(rank, other) for other in range(nodes.count)}
     send = [len(rows) if other in to else 0 for other in range(world.size)]
-    receive = [counts[other] if other in came_from else 0 for other in range(world.size)]
+    receive = [counts[other] if other in taken[rank] else 0 for other in range(world.size)]
     copies = torch.cat([rows] * len(to))
-    parts = list(link.start_all_to_all(copies, send, receive, category, what)().split(receive))
-    parts[rank] = rows
-    if mates:
-        foreign = torch.cat([rows[:0], *(parts[other] for other in taken[rank])])
-        send = [0 if mate == rank else len(foreign) for mate in taken]
-        taken[rank] = []
-        receive = [sum(counts[other] for other in others) for others in taken.values()]
-        copies, about = torch.cat([foreign] * len(mates)), f"{what}, inside the node"
-        second = link.start_all_to_all(copies, send, receive, category, about, inside=True)()
-        others = [other for part in taken.values() for other in part]
-        for other, part in zip(others, second.split([counts[o] for o in others]), strict=True):
-            parts[other] = part
-    return torch.cat(parts)
+    own = link.start_all_to_all(copies, send, receive, category, what)()
+    copies, about = torch.cat([own] * len(taken)), f"{what}, inside the node"
+    send, receive = [len(own)] * len(taken), [sum(counts[o] for o in t) for t in taken.values()]
+    found = link.start_all_to_all(copies, send, receive, category, about, inside=True)()
+    order = [other for part in taken.values() for other in part]
+    parts = dict(zip(order, found.split([counts[other] for other in order]), strict=True))
+    return torch.cat([parts[other] for other in range(world.size)])
 
 
 # -----------------------------------------------------------------------------
@@ -549,6 +541,18 @@ def agree_on_versions(world: World, hybrid: bool = False) -> None:
     Raises ConfigError on every rank for a difference that matters, with the values and their ranks;
     logs a warning on rank 0 for one that does not. `hybrid`: TorchRec shards the tables.
     """
-    if world.size > 1:
-        found = together(world, versions_here)
-        compare_versions(found, hybrid, world.device.type == "cuda", world.is_first)
+    found = together(world, versions_here)
+    # Plans and rows travel between ranks as distcache lays them out, torch computes the steps, and
+    # NumPy draws each node's initial rows; TorchRec and fbgemm exchange and update rows in hybrid;
+    # Triton compiles the kernels by which each rank updates its own copy of a row on a GPU.
+    needed = {"distcache", SOURCE, "torch", "numpy"}
+    needed |= {"triton"} if world.device.type == "cuda" else set()
+    needed |= {"torchrec", *FBGEMM_DISTRIBUTIONS} if hybrid else set()
+    require_equal(
+        [{k: v for k, v in seen.items() if k in needed} for seen in found],
+        "install the same packages on all nodes "
+        f"(compared are {', '.join(('python', *DISTRIBUTIONS))})",
+    )
+    others = differences(found)  # what is left
+    if others and world.is_first:
+        log.warning("the ranks' versions differ: %s", "; ".join(others))

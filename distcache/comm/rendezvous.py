@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from distcache import launched
 from distcache.errors import ConfigError, DistcacheError, PeerError
-from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE
 
 
 @dataclass(frozen=True)
@@ -367,34 +366,32 @@ def meet(store: dist.Store, rank: int, size: int, limit_s: float, asked: str, wa
     store.add("meet/rank 0", 1)
 
 
-def publish(store: dist.Store | None, world_size: int, value: dict[str, Any]) -> None:
+def publish(store: dist.Store | None, world_size: int, value: Any, name: str = "handover") -> None:
     """Rank 0: hand a JSON value to all other ranks, and wait a few seconds for them to read it.
 
     The wait matters where rank 0 itself serves the store and is about to exit.
     """
     if store is None:
         return
-    store.set("handover", json.dumps(value))
-    linger(store, "handover/read", world_size - 1)
-
-
-def linger(store: dist.Store, key: str, readers: int) -> None:
-    """Wait 5 s at most until so many ranks have counted themselves at `key`.
-
-    For the rank that serves the store, and may end it soon.
-    """
+    store.set(name, json.dumps(value))
     with suppress(TimeoutError):
-        wait_until(lambda: store.add(key, 0) >= readers, 5.0)
+        wait_until(lambda: store.add(f"{name}/read", 0) >= world_size - 1, 5.0)
 
 
-def receive(store: dist.Store, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Other ranks: wait for what rank 0 publishes; PeerError after `timeout_s` seconds."""
+def receive(
+    store: dist.Store,
+    timeout_s: float = TIMEOUT_S,
+    name: str = "handover",
+    whom: Callable[[], str] | None = None,
+) -> Any:
+    """Other ranks: wait for what rank 0 publishes, after a while with a word for `whom`; PeerError
+    after `timeout_s` seconds."""
     try:
-        wait_until(lambda: store.check(["handover"]), timeout_s)
+        wait_until(lambda: store.check([name]), timeout_s, whom)
     except TimeoutError:
         raise PeerError(f"rank 0 published no configuration within {timeout_s:.0f} s") from None
-    value = json.loads(store.get("handover"))
-    store.add("handover/read", 1)
+    value = json.loads(store.get(name))
+    store.add(f"{name}/read", 1)
     return value
 
 
@@ -407,28 +404,26 @@ def exchange(
     other numbers. Raises PeerError naming the ranks that do not come within `timeout_s` seconds.
     """
     rank, size = place
-    keys = [f"{name}/{other}" for other in range(size)]
-    everyone, read = f"{name}/all", f"{name}/read"
+    keys, everyone = [f"{name}/{other}" for other in range(size)], f"{name}/all"
 
     def missing() -> str:
         try:
             late = [other for other, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
             return "rank 0, or the agent that serves the store,"
-        more = f" and {len(late) - 8} more" if len(late) > 8 else ""
-        return ", ".join(f"rank {other}" for other in late[:8] or [0]) + more
+        return named_ranks(late or [0])
+
+    def whom() -> str:
+        return f"{missing()} to start"
 
     try:
         store.set(keys[rank], json.dumps(value))
-        awaited = [everyone] if rank else keys
-        wait_until(lambda: store.check(awaited), timeout_s, lambda: f"{missing()} to start")
-        if rank == 0:
-            store.set(everyone, json.dumps([json.loads(store.get(key)) for key in keys]))
-        found = json.loads(store.get(everyone))
-        store.add(read, 1)
-        if rank == 0:  # which may serve the store, and be about to refuse
-            linger(store, read, size)
-    except (RuntimeError, TimeoutError) as error:  # those of the store are the former
+        if rank > 0:
+            return receive(store, timeout_s, everyone, whom)
+        wait_until(lambda: store.check(keys), timeout_s, whom)
+        found = [json.loads(store.get(key)) for key in keys]
+        publish(store, size, found, everyone)
+    except (RuntimeError, TimeoutError, PeerError) as error:  # those of the store are the first
         raise PeerError(
             f"rank {rank} of {size} waited for the others to start; {missing()} did not come "
             f"within trainer.timeout_s ({timeout_s:g} s): are all agents of the job running, with "
@@ -484,23 +479,3 @@ def named_ranks(ranks: Sequence[int]) -> str:
     for run in runs:
         texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
-
-
-def compare_versions(
-    found: Sequence[Mapping[str, str]], hybrid: bool, cuda: bool, warn: bool
-) -> None:
-    """Raise ConfigError where package versions of the ranks differ and it matters, with the values
-    and their ranks; `warn` where it does not. `hybrid`: TorchRec shards the tables."""
-    # Plans and rows travel between ranks as distcache lays them out, torch computes the steps, and
-    # NumPy draws each node's initial rows; TorchRec and fbgemm exchange and update rows in hybrid;
-    # Triton compiles the kernels by which each rank updates its own copy of a row on a GPU.
-    needed = {"distcache", SOURCE, "torch", "numpy", *(("triton",) if cuda else ())}
-    needed |= {"torchrec", *FBGEMM_DISTRIBUTIONS} if hybrid else set()
-    require_equal(
-        [{k: v for k, v in seen.items() if k in needed} for seen in found],
-        "install the same packages on all nodes "
-        f"(compared are {', '.join(('python', *DISTRIBUTIONS))})",
-    )
-    others = differences([{k: v for k, v in seen.items() if k not in needed} for seen in found])
-    if others and warn:
-        log.warning("the ranks' versions differ: %s", "; ".join(others))

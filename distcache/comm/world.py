@@ -6,12 +6,12 @@ import itertools
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
     Place,
     announce_process,
-    compare_versions,
     exchange,
     find_place,
     first_line,
@@ -29,7 +28,6 @@ from distcache.comm.rendezvous import (
     whole_number,
 )
 from distcache.errors import ConfigError, PeerError
-from distcache.versions import versions_here
 
 # -----------------------------------------------------------------------------
 # The nodes of a job: which ranks share a machine's memory, as all ranks agree before they start.
@@ -70,7 +68,7 @@ class Nodes:
 class Claim:
     """What a rank says of itself before there is any process group. `group`: torchrun's number of
     its agent, or None; `device`, `backend`: what it picked; `error`: why it cannot take part;
-    `size`: how many ranks it was told of; of a command also `arguments` and package `versions`."""
+    `size`: how many ranks it was told of."""
 
     local_rank: int
     local_size: int
@@ -80,57 +78,35 @@ class Claim:
     backend: str
     error: str | None = None
     size: int = 0
-    arguments: Sequence[str] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def agree_on_claims(claims: Sequence[Claim], rank: int = 0, hybrid: bool = False) -> Nodes:
-    """The nodes that the ranks' claims amount to; the same value or ConfigError on every rank.
-
-    Compares sizes, command lines and versions first. `rank`: this one, as which 0 logs warnings.
-    """
+def agree_on_claims(claims: Sequence[Claim]) -> Nodes:
+    """The nodes that the ranks' claims amount to; the same value or ConfigError on every rank."""
     require_equal(
         [{"WORLD_SIZE": str(claim.size)} for claim in claims], "start all with one number"
     )
-    # By key, in any order; anything but an override stands for itself.
-    arguments = [
-        {a.partition("=")[0]: a.partition("=")[2] or a for a in claim.arguments} for claim in claims
-    ]
-    way_out = "start all nodes with the same arguments, for those of rank 0 count for all"
-    require_equal(arguments, way_out, "the ranks' command lines")
-    on_gpus = claims[0].device == "cuda"
-    compare_versions([claim.versions for claim in claims], hybrid, on_gpus, rank == 0)
     for rank, claim in enumerate(claims):
         if claim.error is not None:
             raise ConfigError(f"rank {rank} ({claim.host}): {claim.error}")
     where = [{"trainer.device": own.device, "trainer.backend": own.backend} for own in claims]
     require_equal(where, "set these keys to what all nodes have", "the nodes")
-    sizes: list[int] = []
-    while sum(sizes) < len(claims):
-        first = sum(sizes)
-        sizes.append(_check_node(claims, first))
-    return Nodes(tuple(sizes))
-
-
-def _check_node(claims: Sequence[Claim], first: int) -> int:
-    """How many ranks the node has that begins at rank `first`; ConfigError where they are not
-    one after the other, or lie on several machines."""
-    size, head = claims[first].local_size, claims[first]
-    members = claims[first : first + max(1, size)]
-    numbers = [claim.local_rank for claim in members]
-    same = {(claim.local_size, claim.host, claim.group) for claim in members}
-    if size < 1 or numbers != list(range(size)) or len(same) > 1:
-        seen = [
-            f"rank {at} on {one.host} has LOCAL_RANK={one.local_rank}, "
-            f"LOCAL_WORLD_SIZE={one.local_size}, GROUP_RANK={one.group}"
-            for at, one in enumerate(members, first)
-        ]
-        raise ConfigError(
-            f"rank {first} ({head.host}) says that it is the first of {size} ranks on one node: "
-            "these must be numbered one after the other and run on one machine under one agent, as "
-            f"torchrun does; but {'; '.join(seen)}"
-        )
-    return size
+    starts = [0, *(rank for rank, claim in enumerate(claims) if rank and claim.local_rank == 0)]
+    nodes = Nodes(tuple(stop - start for start, stop in pairwise([*starts, len(claims)])))
+    for first, size in zip(starts, nodes.sizes, strict=True):
+        head, members = claims[first], claims[first : first + size]
+        want = [(local, size, head.host, head.group) for local in range(size)]
+        if [(one.local_rank, one.local_size, one.host, one.group) for one in members] != want:
+            seen = [
+                f"rank {at} on {one.host} has LOCAL_RANK={one.local_rank}, "
+                f"LOCAL_WORLD_SIZE={one.local_size}, GROUP_RANK={one.group}"
+                for at, one in enumerate(claims[first : first + max(size, head.local_size)], first)
+            ]
+            raise ConfigError(
+                f"rank {first} ({head.host}) says that it is the first of {head.local_size} ranks "
+                "on one node: these must be numbered one after the other and run on one machine "
+                f"under one agent, as torchrun does; but {'; '.join(seen)}"
+            )
+    return nodes
 
 
 def nodes_of_names(names: Sequence[str]) -> Nodes:
@@ -203,15 +179,12 @@ def open_world(
     backend: str = "auto",
     timeout_s: float = 300.0,
     store: dist.Store | None = None,
-    hybrid: bool = False,
-    arguments: Sequence[str] = (),
 ) -> World:
     """Join the job that torchrun's environment describes; without one, a world of one rank.
 
-    `store`: a command's, where its ranks meet, compare its `arguments` and package versions (with
-    TorchRec's where `hybrid`), record failures and look for them; None is the process groups' own.
-    Raises ConfigError where they differ, for a device or backend that some node does not have, and
-    for ranks whose places do not make nodes, on every rank; PeerError naming ranks that do not
+    `store`: a command's, where its ranks meet, record failures and look for them; None is the
+    process groups' own. Raises ConfigError for a device or backend that some node does not have,
+    and for ranks whose places do not make nodes, on every rank; PeerError naming ranks that do not
     come, or where the store or a rank goes away while the groups are made.
     """
     place = find_place()
@@ -220,16 +193,15 @@ def open_world(
     where, claim = _claim(place, device, backend)
     own: dist.Store = dist.HashStore()
     if store is not None:  # before torch's rendezvous, which waits for the ranks it was told of
-        claim = replace(claim, arguments=list(arguments), versions=versions_here())
-        limit_s = max(timeout_s, LEAST_TIMEOUT_S)  # a rank may still be importing
-        nodes = _meet(store, number, rank, claim, (limit_s, hybrid))
+        # A rank may still be importing.
+        nodes = _meet(store, number, rank, claim, max(timeout_s, LEAST_TIMEOUT_S))
     if "RANK" in os.environ:
         # The store outlives a world, with the addresses of its groups: the next one needs its own.
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
         shared.set_timeout(timeout)
         own = dist.PrefixStore(f"distcache/world/{generation()}/{number}", shared)
     if store is None:
-        nodes = _meet(own, number, rank, claim, (timeout_s, hybrid))
+        nodes = _meet(own, number, rank, claim, timeout_s)
     name = claim.backend
     # NCCL's watchdog ends the process when it sees a timeout: later than the rank itself does.
     patience = timeout + timedelta(seconds=30) if name == "nccl" else timeout
@@ -305,18 +277,14 @@ def bound_device(backend: str, where: torch.device, nodes: Nodes) -> torch.devic
     return where
 
 
-def _meet(
-    store: dist.Store, number: int, rank: int, own: Claim, limits: tuple[float, bool]
-) -> Nodes:
-    """The nodes on which all ranks agree, in the world of this `number`; `limits`: seconds to wait
-    for the others, and whether TorchRec's versions count."""
-    timeout_s, hybrid = limits
+def _meet(store: dist.Store, number: int, rank: int, own: Claim, timeout_s: float) -> Nodes:
+    """The nodes on which all ranks agree, in the world of this `number`."""
     found = exchange(store, f"distcache/claim/{number}", (rank, own.size), asdict(own), timeout_s)
     if own.error is not None:
         raise ConfigError(own.error)
     known = {of.name for of in fields(Claim)}  # another version's may have others, and is refused
     claims = [Claim(**{k: v for k, v in claim.items() if k in known}) for claim in found]
-    nodes = agree_on_claims(claims, rank, hybrid)
+    nodes = agree_on_claims(claims)
     if len(found) != own.size:  # rank 0 does not know of this one, so it is not among them
         raise ConfigError(
             f"the ranks differ: WORLD_SIZE is {own.size} on rank {rank}, {len(found)} on rank 0: "

@@ -8,34 +8,32 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 
+def ruled(default: Any, **metadata: Any) -> Any:
+    """A field with rules: `choice`, `least`, `counted` (`auto` or a whole number of at least that),
+    `share` (its default, or a number within such bounds as `(0, 1]`), `only` (see `only_of`)."""
+    if isinstance(default, list):
+        return dataclass_field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclass_field(default=default, metadata=metadata)
+
+
 def option(default: Any, help: str, **rule: Any) -> Any:
     """A field of a command's own keys with a sentence for `--help`, and a rule as those below."""
-    return _field(default, help=help, **rule)
+    return ruled(default, help=help, **rule)
 
 
 def choice(*words: str, default: str | None = None) -> Any:
     """A field that is one of `words`, by default the first."""
-    return _field(words[0] if default is None else default, choice=words)
+    return ruled(words[0] if default is None else default, choice=words)
 
 
 def least(bound: float, default: Any) -> Any:
     """A field that is a number of at least `bound`; null where its type allows that."""
-    return _field(default, least=bound)
-
-
-def counted(bound: int, default: Any = "auto") -> Any:
-    """A field that is `auto` or a whole number of at least `bound`."""
-    return _field(default, counted=bound)
-
-
-def share(default: Any, bounds: str = "(0, 1]", **rule: Any) -> Any:
-    """A field that is its default, or a number within `bounds`."""
-    return _field(default, share=bounds, **rule)
+    return ruled(default, least=bound)
 
 
 def only_of(default: Any, *words: str, by: str = "name", **rule: Any) -> Any:
     """A field that is read where the field `by` of its section is one of `words`."""
-    return _field(default, only=words, by=by, **rule)
+    return ruled(default, only=words, by=by, **rule)
 
 
 def rules_of(tree: type) -> dict[str, Mapping[str, Any]]:
@@ -47,9 +45,3 @@ def rules_of(tree: type) -> dict[str, Mapping[str, Any]]:
         if is_dataclass(part)
         for f in fields(part)
     }
-
-
-def _field(default: Any, **metadata: Any) -> Any:
-    if isinstance(default, list):
-        return dataclass_field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclass_field(default=default, metadata=metadata)

@@ -12,7 +12,14 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from distcache.config.tree import CacheConfig, Config, DataConfig, ModelConfig, OptimConfig
+from distcache.config.tree import (
+    CacheConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+)
 from distcache.errors import ConfigError
 from distcache.planner.victims import Policy
 from distcache.versions import require_hybrid
@@ -69,14 +76,9 @@ def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
         default = own.default if own.default_factory is MISSING else own.default_factory()
         if key in but:
             continue
-        if "choice" in rule:
-            one_of(key, value, rule["choice"])
-        if "least" in rule:
-            at_least(key, value, rule["least"])
-        if "counted" in rule:
-            auto_or_count(key, value, rule["counted"])
-        if "share" in rule and value != default:
-            _within(key, value, rule["share"])
+        for kind, test in _RULES.items():
+            if kind in rule and value != default:
+                test(key, value, rule[kind])
         if "only" in rule and value != default:
             by = name if rule["by"] == "name" else f"{name}.{rule['by']}"
             _of_another(key, value, by, getattr(section, rule["by"]), rule["only"])
@@ -109,6 +111,10 @@ def _within(key: str, value: Any, bounds: str) -> None:
     if not inside or (value == 0 and bounds[0] == "(") or (value == 1 and bounds[-1] == ")"):
         low, high = (_ENDS[end] for end in bounds.split(", "))
         raise ConfigError(f"{key}={value} is a share: give a number {low} and {high}")
+
+
+_RULES = {"choice": one_of, "least": at_least, "counted": auto_or_count, "share": _within}
+"""The checks of a field's rules, by name."""
 
 
 def _of_another(key: str, value: Any, by: str, chosen: str, words: Sequence[str]) -> None:
@@ -339,11 +345,11 @@ def _placement(cache: CacheConfig) -> Refusals:
     }
 
 
-def check(config: Config, world_size: int, local_size: int) -> list[str]:
-    """Check every value for a job of `world_size` ranks, `local_size` of them on this machine.
+def check(config: Config, world_size: int) -> list[str]:
+    """Check every value for a job of `world_size` ranks.
 
     Returns warnings, one sentence each. Raises ConfigError for the first wrong value. Reads the
-    file system, counts GPUs, and imports torchrec for `hybrid` only.
+    file system, looks for a GPU, and imports torchrec for `hybrid` only.
     """
     check_values(config)
     data = config.data
@@ -360,22 +366,27 @@ def check(config: Config, world_size: int, local_size: int) -> list[str]:
     refuse(_trainer(config))
     level = config.trainer.log_level.upper()
     one_of("trainer.log_level", level, tuple(logging.getLevelNamesMapping()))
-    return _warnings(config, world_size, _check_parts(config, local_size))
+    return _warnings(config, world_size, _check_parts(config))
 
 
-def check_own(config: Config, local_size: int) -> None:
+def check_own(config: Config) -> None:
     """The checks of `check` for callers who bring data, tables and model of their own."""
     check_values(config, but=("data.name", "model.name"))
-    _check_parts(config, local_size)
+    _check_parts(config)
 
 
-def _check_parts(config: Config, local_size: int) -> str:
-    """What does not depend on whose the data and the model are; the device type, see below."""
+def _check_parts(config: Config) -> str:
+    """What does not depend on whose the data and the model are; the device type of this run, `cpu`
+    or `cuda`."""
+    import torch
+
     refuse(_batching(config))
     check_cache(config.cache)
     refuse(_optim(config.optim))
     cadence(config.trainer.checkpoint_every)
-    device = _check_device(config, local_size)
+    refuse(_precision_and_start(config.trainer))
+    gpus = config.trainer.device != "cpu" and torch.cuda.device_count()
+    device = "cuda" if gpus else "cpu"
     if config.parallel.mode == "hybrid":
         refuse(_hybrid(config, device))
         require_hybrid()
@@ -433,19 +444,10 @@ def _trainer(config: Config) -> Refusals:
     }
 
 
-def _check_device(config: Config, local_size: int) -> str:
-    """The device type that this run will use, `cpu` or `cuda`; checked with what it computes in."""
-    import torch
-
-    trainer = config.trainer
-    gpus = 0 if trainer.device == "cpu" else torch.cuda.device_count()
-    few = trainer.backend == "nccl" and gpus < local_size
-    no_folder = trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir()
-    wasted = trainer.amp != "off" and trainer.dtype != "float32"
+def _precision_and_start(trainer: TrainerConfig) -> Refusals:
     source, names = trainer.init_from, trainer.init_names
-    told: Refusals = {
-        f"trainer.resume={trainer.resume} is no folder: give a run folder or one of its "
-        "checkpoints/, auto or never": no_folder,
+    wasted = trainer.amp != "off" and trainer.dtype != "float32"
+    return {
         f"trainer.init_from={source} is no folder: give a run folder, one of its checkpoints/, or "
         "a folder of *.safetensors": source is not None and not Path(source).is_dir(),
         f"trainer.init_names={names}: give {{table: its name in trainer.init_from}}": (
@@ -453,15 +455,7 @@ def _check_device(config: Config, local_size: int) -> str:
         ),
         f"trainer.amp={trainer.amp} with trainer.dtype={trainer.dtype}: bfloat16 products have 8 "
         "bits, float64 around them is wasted: use trainer.amp=off or trainer.dtype=float32": wasted,
-        "trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu": (
-            trainer.device == "cuda" and gpus == 0
-        ),
-        f"trainer.backend=nccl needs a GPU per rank: {local_size} ranks on this machine, "
-        f"{gpus} GPUs (trainer.device={trainer.device}): start fewer ranks, or use "
-        "trainer.backend=gloo, whose ranks may share a GPU": few,
     }
-    refuse(told)
-    return "cuda" if gpus else "cpu"
 
 
 def _hybrid(config: Config, device: str) -> Refusals:
@@ -499,6 +493,9 @@ def _warnings(config: Config, world_size: int, device: str) -> list[str]:
         ),
         f"data.global_batch_size={data.global_batch_size} leaves some of {world_size} ranks "
         "without a sample": data.global_batch_size < world_size,
+        f"trainer.checkpoint_every={config.trainer.checkpoint_every}: run.save=false keeps no "
+        "checkpoints but that of a stop; set run.save=true": not config.run.save
+        and config.trainer.checkpoint_every != TrainerConfig().checkpoint_every,
         "trainer.tf32=true does nothing on the CPU, which has no TF32": (
             config.trainer.tf32 and device == "cpu"
         ),

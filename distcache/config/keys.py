@@ -6,11 +6,10 @@ import difflib
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -35,26 +34,17 @@ _WENT = {
 }
 """Keys that were there once, and why they are not."""
 
-MOVED = {
-    "out": "output",
-    "output": "run.dir",
-    "analyze.output": "output",
-    "analyze.simulate": "simulate",
-}
-"""Keys that have another name now, or in another command."""
-
 
 def is_known(key: str, schema: type = Config) -> bool:
     """Whether a value or section of `schema` has this dotted key, or it is of a mapping there."""
-    known, sections = _known(schema)
+    kinds, parent = _kinds(schema), key.rpartition(".")[0]
     # A value that may be a mapping (data.weight_columns) has keys of its own below it.
-    parent = key.rpartition(".")[0]
-    return key in known or (parent in known and parent not in sections)
+    return key in kinds or (parent in kinds and not is_dataclass(kinds[parent]))
 
 
 def is_section(key: str, schema: type = Config) -> bool:
     """Whether `key` has no value of its own, but keys below it."""
-    return key in _known(schema)[1]
+    return is_dataclass(_kinds(schema).get(key))
 
 
 def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
@@ -69,14 +59,11 @@ def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
 
 def near_keys(key: str, schema: type = Config) -> list[str]:
     """Keys with a value that `key` may have been meant for, likeliest first."""
-    known, sections = _known(schema)
-    if MOVED.get(key) in known:
-        return [MOVED[key]]
-    values = sorted(known - sections)
+    values = sorted(key for key in _kinds(schema) if not is_section(key, schema))
     section, _, name = key.rpartition(".")
-    if known.issuperset(_ELSEWHERE.get(name, ("",))):
+    if all(meant in _kinds(schema) for meant in _ELSEWHERE.get(name, ("",))):
         return list(_ELSEWHERE[name])
-    own = difflib.get_close_matches(name, own_keys(schema), n=1, cutoff=0.7)
+    own = difflib.get_close_matches(name, own_keys(schema), n=1)
     last = {value: value.rpartition(".")[2] for value in values}
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))
@@ -110,7 +97,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 def not_a_value(key: str, value: Any, schema: type = Config) -> ConfigError:
     """The error for a section that was given a value."""
-    below = sorted(name for name in _known(schema)[0] if name.startswith(f"{key}."))
+    below = sorted(name for name in _kinds(schema) if name.startswith(f"{key}."))
     return ConfigError(
         f"{key}={value}: {key} is a section of {len(below)} keys: set one of them, such as "
         f"{below[0]}=..."
@@ -124,47 +111,11 @@ def not_in_group(key: str, value: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(f"{key}={value}: no such {key}: {meant}there is {', '.join(names)}")
 
 
-def without_use(config: Config, world_size: int, given: Collection[str]) -> list[str]:
-    """`key=value` of the `given` keys that do nothing in such a run on so many ranks."""
-    mode, optimizer, data = config.parallel.mode, config.optim.name, config.data
-    of_ranks = (
-        "cache.placement cache.replicated_rows cache.replicated_share cache.objective "
-        "cache.cluster cache.state"
-    )
-    idle = {
-        f"{of_ranks} cache.policy cache.tail cache.half_life cache.resident cache.warm_start": (
-            mode != "data"
-        ),
-        # Batches by popularity take the hot rows from the slots that a cache would have.
-        "cache.rows cache.ratio cache.bytes cache.split cache.statistics": (
-            mode != "data" and data.batching == "as_is"
-        ),
-        f"{of_ranks} cache.reduction": world_size == 1,
-        "cache.prefetch store.access": mode in ("resident", "hybrid"),
-        "cache.lookahead trainer.schedule trainer.validate_plans cache.reduction": mode == "hybrid",
-        "parallel.sharding": mode != "hybrid",
-        "optim.eps": optimizer in ("sgd", "momentum_sgd", "ftrl"),
-        "optim.betas": "adam" not in optimizer,
-        "optim.initial_accumulator": "adagrad" not in optimizer and optimizer != "ftrl",
-        "model.cross_layers model.cross_rank": config.model.name == "dlrm",
-        "data.on_bad_line": data.name in ("synthetic", "parquet"),
-        "optim.decay_start": not config.optim.decay_steps,
-        "trainer.resume_data": config.trainer.resume == "never",
-        "trainer.checkpoint_whole_every": mode in ("resident", "hybrid"),
-    }
-    keys = {key for words, is_so in idle.items() if is_so for key in words.split()}
-    return [f"{key}={attrgetter(key)(config)}" for key in sorted(keys.intersection(given))]
-
-
-def keys_of(config: DictConfig, prefix: str = "") -> set[str]:
-    """Dotted keys of a tree, with those of its sections."""
-    found = set()
-    for key in config.keys():  # noqa: SIM118 - iterating a DictConfig leaves missing values out
-        name = f"{prefix}{key}"
-        found.add(name)
-        node = config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none():
-            found |= keys_of(node, f"{name}.")
+def keys_of(values: Mapping[Any, Any], prefix: str = "") -> set[str]:
+    """Dotted keys of nested `values`, with those of the mappings in them."""
+    found = {f"{prefix}{name}" for name in values}
+    for name, value in values.items():
+        found |= keys_of(value, f"{prefix}{name}.") if isinstance(value, Mapping) else set()
     return found
 
 
@@ -228,13 +179,7 @@ def _words(kind: Any) -> str:
 
 def _type_of(key: str, schema: type) -> Any:
     """The type of the field `key`, or of the mapping that it is in."""
-    kind: Any = schema
-    for name in key.split("."):
-        hints = typing.get_type_hints(kind) if is_dataclass(kind) else {}
-        if name not in hints:
-            return kind
-        kind = hints[name]
-    return kind
+    return _kinds(schema).get(key) or _kinds(schema)[key.rpartition(".")[0]]
 
 
 @cache
@@ -243,7 +188,11 @@ def _tree(schema: type) -> DictConfig:
 
 
 @cache
-def _known(schema: type = Config) -> tuple[frozenset[str], frozenset[str]]:
-    """All keys of a `schema`, and those of them that are sections."""
-    keys = frozenset(keys_of(_tree(schema)))
-    return keys, frozenset(key.rpartition(".")[0] for key in keys) - {""}
+def _kinds(schema: type = Config, prefix: str = "") -> dict[str, Any]:
+    """The types of all values and sections of a `schema` by dotted key."""
+    found: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(schema).items():
+        found[f"{prefix}{name}"] = kind
+        if is_dataclass(kind):
+            found |= _kinds(kind, f"{prefix}{name}.")
+    return found

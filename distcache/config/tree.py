@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from distcache.config import choice, counted, least, only_of, share
+from distcache.config import choice, least, only_of, ruled
 from distcache.planner.victims import POLICIES, RESIDENT, TAILS
 
 
@@ -124,14 +124,14 @@ class CacheConfig:
     """Slots per rank (C). At most one of rows, ratio, bytes; none means, for each width of
     table, 1.5 % of its rows, as many of them as take 32 MiB where that is more, or 1.2 times those
     that P + 2 steps are expected to name where that is known."""
-    ratio: float | None = share(None)
+    ratio: float | None = ruled(None, share="(0, 1]")
     """Slots per rank as a share of each group's rows, in (0, 1]."""
     bytes: int | None = least(1, None)
     """Device bytes per rank for rows and their optimizer state."""
-    lookahead: Any = counted(0)
+    lookahead: Any = ruled("auto", counted=0)
     """L: steps known beyond the step being decided; `auto`: the largest of 8, 16, 32 and 64 whose
     ids (8 bytes each, of L + P + 1 steps of a rank) take at most 64 MiB, or what memory holds."""
-    prefetch: Any = counted(0)
+    prefetch: Any = ruled("auto", counted=0)
     """P: steps that movement may run ahead of training; `auto`: 1, or 0 where the slots are too
     few for the rows of two steps."""
     policy: str = choice(*POLICIES)
@@ -146,7 +146,7 @@ class CacheConfig:
     they take at most an eighth of the slots, or all where each row has a slot; or `none`."""
     statistics: str | None = None
     """Folder of distcache.analyze or distcache.preprocess: how often rows are looked up."""
-    warm_start: Any = share("auto", "[0, 1]")
+    warm_start: Any = ruled("auto", share="[0, 1]")
     """Share of the slots, 0 to 1, filled with the most frequent rows before step 0; `auto`: half
     of them where there are statistics (all where rows are pinned), else none."""
     split: Any = "proportional"
@@ -263,10 +263,10 @@ class TrainerConfig:
     """Training steps between log lines."""
     log_level: str = "INFO"
     """Level of the `distcache` logger."""
-    threads: Any = counted(1)
+    threads: Any = ruled("auto", counted=1)
     """Threads of a rank's torch operations; `auto`: OMP_NUM_THREADS if set (not by torchrun, to 1),
     else the rank's share of the cores."""
-    planner_threads: Any = counted(1)
+    planner_threads: Any = ruled("auto", counted=1)
     """Threads of a rank that plan steps, whose plans are the same for any number; `auto`: with GPUs
     the rank's share of the cores, at most 16, else 1."""
     timeout_s: float = 300.0

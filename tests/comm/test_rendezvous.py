@@ -10,6 +10,8 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +20,13 @@ from ranks import free_port, run_ranks
 
 import distcache
 from distcache import versions
-from distcache.comm import rendezvous
+from distcache.comm import link, rendezvous
 from distcache.comm.rendezvous import (
     LEAST_TIMEOUT_S,
     TIMEOUT_S,
     Failure,
     Place,
     cause_of,
-    compare_versions,
     describe,
     exchange,
     find_place,
@@ -37,7 +38,7 @@ from distcache.comm.rendezvous import (
     recorded_failures,
     start_timeout,
 )
-from distcache.comm.world import open_world
+from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, PeerError
 from distcache.layout import TableSpec
 
@@ -167,7 +168,7 @@ def test_ctrl_c_ends_every_wait(launched, store) -> None:
 
 
 def test_missing_ranks_are_named(store) -> None:
-    says = r"rank 1 of 3 waited .* rank 0, rank 2 did not come within trainer.timeout_s \(0.2 s\)"
+    says = r"rank 1 of 3 waited .* ranks 0, 2 did not come within trainer.timeout_s \(0.2 s\)"
     with pytest.raises(PeerError, match=says):
         meet(store, 1, 3, 0.2)
 
@@ -259,20 +260,25 @@ def test_versions_are_words() -> None:
     assert re.fullmatch("[0-9a-f]{8}", HERE[versions.SOURCE])
 
 
-def test_versions_that_matter_are_refused_and_others_told_by_rank_0(caplog) -> None:
+def test_versions_that_matter_are_refused_and_others_told_by_rank_0(caplog, monkeypatch) -> None:
+    def compared(other: dict[str, str], hybrid=False, device="cpu", is_first=True) -> None:
+        monkeypatch.setattr(link, "together", lambda world, work: [work(), work() | other])
+        world: Any = SimpleNamespace(device=torch.device(device), is_first=is_first)
+        link.agree_on_versions(world, hybrid)
+
     for name in ("distcache", "torch", "numpy", versions.SOURCE):
         says = rf"{name} is .* on rank 0 and '9.9' on rank 1; install the same packages on all node"
         with pytest.raises(ConfigError, match=says):
-            compare_versions([HERE, HERE | {name: "9.9"}], False, False, True)
-    for name, where in (("torchrec", (True, False)), ("triton", (False, True))):
-        other = [HERE, HERE | {name: "0.1", "numba": "not installed"}]
-        compare_versions(other, False, False, warn=False)
+            compared({name: "9.9"})
+    for name, where in (("torchrec", (True, "cpu")), ("triton", (False, "cuda"))):
+        other = {name: "0.1", "numba": "not installed"}
+        compared(other, is_first=False)
         assert not caplog.text
-        compare_versions(other, False, False, warn=True)
+        compared(other)
         assert f"{name} is " in caplog.text and "and 'not installed' on rank 1" in caplog.text
         caplog.clear()
         with pytest.raises(ConfigError, match=f"{name} is .* and '0.1' on rank 1"):
-            compare_versions(other, *where, warn=True)
+            compared(other, *where)
 
 
 def refusals(rank: int, size: int) -> dict[str, str]:
@@ -303,7 +309,11 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         distcache.CachedEmbeddingCollection([table], "cpu", optimizer=sgd)
 
     def command() -> None:
-        open_world("cpu", "gloo", 60, open_store(find_place()))
+        world = open_world("cpu", "gloo", 60, open_store(find_place()))
+        try:
+            link.agree_on_versions(world)
+        finally:
+            close_world(world, orderly=False)
 
     dist.init_process_group("gloo")
     note("fit settings", fit, **{"trainer.seed": rank, "optim.dense_lr": 0.5 + rank})

@@ -100,7 +100,7 @@ def collection(case: Scenario, placement: str, way: str, **settings: object):
     ebc = distcache.CachedEmbeddingBagCollection(
         configs,
         is_weighted=case.weighted,
-        optimizer=how.pop("optimizer", replace(case.optimizer.rows(), lr=case.lr)),
+        optimizer=how.pop("optimizer", replace(case.optimizer, lr=case.lr)),
         timeout_s=60,
         seed=0,
         dtype=case.dtype,
@@ -119,7 +119,7 @@ def drop_in(
     model = OfBatches(ebc, case)
     wrapped = DistributedDataParallel(model) if ddp and size > 1 else model
     dense = None if ddp else distcache.DenseGradients(model, gradient_reduction="sum")
-    optimizer = dense_optimizer(model.net.parameters(), case.optimizer.rows(), case.lr)
+    optimizer = dense_optimizer(model.net.parameters(), case.optimizer, case.lr)
     batches = [as_user_batch(case.batch(step, rank, size)) for step in range(case.steps)]
     losses = []
     for floats, ids, labels, whole in distcache.lookahead(batches, ebc) if ahead else batches:
@@ -247,7 +247,7 @@ def each_its_own(rank: int, size: int, jobs: list[Job]) -> None:
     first: dict[str, Outcome] = {}
     for optimizer, placement, way in jobs:
         case = scenario(optimizer, dtype=torch.float64)
-        kind = case.optimizer.rows()
+        kind = case.optimizer
         updates = {
             name: replace(kind, lr=own["embedding_lr"], weight_decay=own["weight_decay"])
             for name, own in OWN.items()

@@ -42,7 +42,7 @@ from distcache.comm.world import Nodes, World, close_world
 from distcache.engine import whole
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
 from distcache.planner import shard as relays
 from distcache.store import memory as available
@@ -51,7 +51,7 @@ from distcache.trainer.checkpoint import RunIdentity, TrainerState
 
 HALF = replace(table("c", 7, dim=4), dtype=torch.bfloat16)
 TABLES = (table("a", 300), table("b", 40, features=2), HALF)
-CASE = Scenario(TABLES, OptimizerSpec("adagrad"), steps=10, global_batch=48, last_batch=3)
+CASE = Scenario(TABLES, row_update("adagrad"), steps=10, global_batch=48, last_batch=3)
 SLOTS = (160, 16)
 WORLD = 4
 PLACEMENTS = {
@@ -104,7 +104,7 @@ def run_one(world: World, settings: CachedSettings) -> Run:
         else:
             losses.append(mode.train_step(step).loss)
     outcome, counters = finish(mode, CASE, losses), mode.counters
-    sent = counters.values() | {"inter_node_bytes": counters.inter_node_bytes}
+    sent = {"inter_node_bytes": 0} | counters.values()
     return Run(outcome.losses, outcome.state_digest, outcome.cached, sent)
 
 

@@ -21,8 +21,9 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec
+from distcache.optim import row_update
 from distcache.parallel import hybrid as module
-from distcache.parallel.base import OptimizerSpec, Step, StepResult
+from distcache.parallel.base import Step, StepResult
 from distcache.parallel.hybrid import HybridParallel, HybridSpec, check_memory, check_spec
 from distcache.store import memory as available
 
@@ -253,10 +254,10 @@ def a_watcher_sees_each_step_and_its_wait(world: World, folder: str) -> None:
     hybrid.close()
     assert [step for step, _, _ in seen] == list(range(steps + 1))
     assert [kind for _, kind, _ in seen] == ["train"] * steps + ["eval"]
-    names = [[span.name for span in spans] for _, _, spans in seen]
-    assert names == [["wait", "step"]] * steps + [["forward"]]
-    spans = [span for _, _, spans in seen for span in spans]
-    assert all(a.end <= b.start for a, b in pairwise(spans))
+    names = [{span.name for span in spans} for _, _, spans in seen]
+    assert names == [{"load", "wait", "forward_backward"}] * steps + [{"forward"}]
+    spans = [span for _, _, spans in seen for span in spans if span.lane == "training"]
+    assert all(a.end <= b.start for a, b in pairwise(sorted(spans, key=lambda span: span.start)))
     waited = sum(span.end - span.start for span in spans if span.name == "wait")
     assert summary["stage_ms"]["wait"] == pytest.approx(1e3 * waited / steps)
     assert 0 <= summary["stage_hidden_ms"]["load"] <= summary["stage_ms"]["load"]
@@ -344,7 +345,7 @@ def _world(device: str = "cpu", backend: str = "gloo", size: int = 2) -> World:
     ],
 )
 def test_refuses_with_the_way_out(change: dict, world: dict, words: str) -> None:
-    spec = HybridSpec(TABLES, scenario().features, OptimizerSpec("sgd"), seed=0)
+    spec = HybridSpec(TABLES, scenario().features, row_update("sgd"), seed=0)
     check_spec(spec, _world())
     with pytest.raises(ConfigError, match=words):
         check_spec(replace(spec, **change), _world(**world))
@@ -352,7 +353,7 @@ def test_refuses_with_the_way_out(change: dict, world: dict, words: str) -> None
 
 def test_too_little_memory_is_said_before_anything_is_made(monkeypatch) -> None:
     for optimizer, floats in (("sgd", 8), ("adagrad", 16), ("rowwise_adagrad", 9)):
-        spec = HybridSpec((table("t", 1000),), ("t_0",), OptimizerSpec(optimizer), seed=0)
+        spec = HybridSpec((table("t", 1000),), ("t_0",), row_update(optimizer), seed=0)
         needed = 1000 * floats * 4
         monkeypatch.setattr(available, "available_memory", lambda needed=needed: needed)
         check_memory(spec, _world(size=1))

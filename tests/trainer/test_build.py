@@ -15,7 +15,7 @@ from distcache.data import files
 from distcache.engine import planning
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.layout import TableSpec
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import row_update
 from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
 from distcache.trainer import build, plan_cache
 from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch, step_bytes
@@ -86,7 +86,7 @@ def test_optimizer_and_rates():
     rates = {"dense_lr": 0.4, "embedding_lr": 0.2, "warmup_steps": 4}
     given = {"name": "adam", "betas": [0.8, 0.9], "decay_start": 10, "decay_steps": 10, **rates}
     config = toy_config(**{f"optim__{key}": value for key, value in given.items()})
-    assert build.optimizer_spec(config) == OptimizerSpec("adam", betas=(0.8, 0.9))
+    assert build.optimizer_spec(config) == row_update("adam", betas=(0.8, 0.9))
     rates = build.build_rates(config)
     assert rates(1) == pytest.approx((0.2, 0.1))
     assert rates(7) == pytest.approx((0.4, 0.2))

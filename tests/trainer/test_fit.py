@@ -30,11 +30,11 @@ from distcache.data.batch import JaggedIds
 from distcache.data.own import Draws, OwnBatches, as_batch, digest_of, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.fitting import _summed, own_config, table_specs
-from distcache.parallel.base import OptimizerSpec
+from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
 from distcache.trainer.manifest import Manifest
 
-SCENARIO = Scenario((table("t", 300, 8, 3),), OptimizerSpec("adagrad"), steps=12, weighted=False)
+SCENARIO = Scenario((table("t", 300, 8, 3),), row_update("adagrad"), steps=12, weighted=False)
 """Three features on one table; a rank's slice of step s is `SCENARIO.batch(s, rank, world)`."""
 ROWS = {"cache.rows": 160, "cache.lookahead": 3, "optim.dense_lr": 0.1, "optim.embedding_lr": 0.1}
 AUTO = {"cache__lookahead": "auto"}
