@@ -78,7 +78,7 @@ def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
         if "share" in rule and value != default:
             _within(key, value, rule["share"])
         if "only" in rule and value != default:
-            by = name if rule["by"] == "name" else f"{name}.{rule['by']}"
+            by = name if rule["by"] == "name" else f"{name}.{rule['by']}".lstrip(".")
             _of_another(key, value, by, getattr(section, rule["by"]), rule["only"])
 
 
