@@ -12,10 +12,11 @@ import numpy as np
 
 from distcache.data.criteo_folder import Manifest, PreprocessSettings
 from distcache.data.criteo_job import preprocess
-from distcache.data.criteo_tables import PartReport, PartTask, parse_part, read_rows
+from distcache.data.criteo_tables import Part, PartReport, parse_part, part_file, read_rows
 from distcache.data.criteo_text import CriteoRows, dense_of, parse_line
 from distcache.data.files import inspect
 from distcache.errors import DataError
+from distcache.preprocess import checked
 
 ROWS = (1000, 7, 5000, 300, 305, 24, 500, 633, 3, 100, 83, 51, 94, 27, 92, 61, 10, 52, 73, 4)
 ROWS = (*ROWS, 200, 18, 15, 81, 105, 72)
@@ -59,7 +60,7 @@ def preprocessed(inputs: Path | list[Path], output: Path, show=quiet, **settings
     values = {"workers": 1, "mode": "hash"} | settings
     if values["mode"] == "hash":
         values.setdefault("rows", ROWS)
-    return preprocess(PreprocessSettings(paths, str(output), **values), show)
+    return preprocess(checked(PreprocessSettings(paths, str(output), **values)), show)
 
 
 def in_parts(inputs: Path | list[Path], output: Path, show=quiet, **settings) -> Manifest:
@@ -77,12 +78,14 @@ def same_files(one: Path, other: Path) -> bool:
 
 def parsed(path: Path, rows, read: bool = True) -> tuple[PartReport, CriteoRows | None]:
     """The report of a whole file as one part without its malformed lines, and what it holds."""
-    text = inspect(path)
-    task = PartTask(0, "0000-0000000", text, 0, text.bytes, 0, str(path.parent), rows, True)
-    report = parse_part(task)
+    text, settings = inspect(path), PreprocessSettings(output=str(path.parent), rows=rows)
+    settings.on_bad_line = "skip"
+    (settings.work / "parts").mkdir(parents=True, exist_ok=True)
+    part = Part(0, "0000-0000000", text, 0, text.bytes, 0)
+    report = parse_part(settings, part)
     if not read:
         return report, None
-    pieces = [vars(rows).values() for rows in read_rows(path.parent / f"{task.name}.rows")]
+    pieces = [vars(rows).values() for rows in read_rows(part_file(settings, part.name, ".rows"))]
     arrays = (None if c[0] is None else np.concatenate(c) for c in zip(*pieces, strict=True))
     return report, CriteoRows(*arrays)
 

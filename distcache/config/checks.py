@@ -80,7 +80,7 @@ def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
             if kind in rule and value != default:
                 test(key, value, rule[kind])
         if "only" in rule and value != default:
-            by = name if rule["by"] == "name" else f"{name}.{rule['by']}"
+            by = name if rule["by"] == "name" else f"{name}.{rule['by']}".lstrip(".")
             _of_another(key, value, by, getattr(section, rule["by"]), rule["only"])
 
 

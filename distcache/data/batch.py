@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -241,9 +242,16 @@ class SlicedSource(ABC):
             return self.take(self.order.positions(part.span.epoch, start, stop), part)
         return self.take(np.arange(start, stop) + self.first_held_out, part)
 
-    @abstractmethod
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
-        """Samples `samples` int64 `[b]` as `part`: training ones in [0, samples_per_epoch)."""
+        """Samples `samples` int64 `[b]` as `part`: training ones in [0, samples_per_epoch). Their
+        dense features and labels are read when the batch is loaded."""
+        ids, count = self.ids_of(samples, part.span.epoch), len(samples)
+        dense, labels = unloaded(count, self.dense_features), unloaded(count)
+        return part.batch(dense, ids, labels, partial(self.dense_and_labels, samples))
+
+    def dense_and_labels(self, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Dense features `[b, F_dense]` and labels `[b]` of samples whose batch lacks them."""
+        raise NotImplementedError
 
     @abstractmethod
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
 from distcache.data.criteo_folder import IDS, INTEGERS, Manifest, bags, open_array, read_manifest
 from distcache.data.files import BadLines, InputFile, MappedRows, digest_of, find_files, read_text
 from distcache.data.samplers import BlockOrder, ReadAhead, SampleOrder, Subset, key_of
@@ -99,16 +99,11 @@ class CriteoBatches(SlicedSource):
         """Of samples `lines` int64 `[b]`: `ids` `[b, 26]`, `dense` features float32 `[b, 13]` or
         `labels` uint8 `[b]`."""
 
-    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
-        """See `SlicedSource.take`."""
-
-        def load() -> tuple[Tensor, Tensor]:
-            found = (torch.from_numpy(self.values(name, samples)) for name in ("dense", "labels"))
-            dense, labels = (tensor.to(self.spec.dtype) for tensor in found)
-            return dense, labels
-
-        ids, count = self._jagged(self.values("ids", samples)), len(samples)
-        return part.batch(unloaded(count, INTEGERS), ids, unloaded(count), load)
+    def dense_and_labels(self, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+        """See `SlicedSource.dense_and_labels`."""
+        found = (torch.from_numpy(self.values(name, samples)) for name in ("dense", "labels"))
+        dense, labels = (tensor.to(self.spec.dtype) for tensor in found)
+        return dense, labels
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
@@ -261,11 +256,10 @@ class CriteoSource(CriteoBatches):
             ) from error
         found = []
         for file in files:
-
-            def on_error(line: int, error: DataError, path: Path = file.path) -> None:
-                self.bad_lines.add(path, 1 + line, str(error))
-
-            blocks = read_text(file, _BLOCK_BYTES, MAX_LINE)
-            found += [rows for rows, _ in parse_blocks(blocks, table_rows, on_error)]
+            blocks, bad = (
+                read_text(file, _BLOCK_BYTES, MAX_LINE),
+                partial(self.bad_lines.add, file.path),
+            )
+            found += [rows for rows, _ in parse_blocks(blocks, table_rows, bad)]
         names = ("labels", "dense", "ids")
         return {name: np.concatenate([getattr(rows, name) for rows in found]) for name in names}

@@ -6,15 +6,16 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distcache.config import option
 from distcache.data.files import read_json
 from distcache.data.samplers import hash_counters, key_of
-from distcache.errors import ConfigError, DataError
+from distcache.errors import DataError
 
 INTEGERS, IDS = 13, 26
 """Columns of a line of Criteo text, after its label."""
@@ -55,88 +56,60 @@ OUT_OF_VOCABULARY, MISSING, FIRST = 0, 1, 2
 """Rows of a vocabulary: ids outside it, missing ids, and the first of its ids."""
 
 WORKER_BYTES = 208 << 20
-"""Memory of a worker: its modules, a part's arrays twice, and a block being parsed."""
-_MAIN_BYTES = 200 << 20
+"""Memory of a worker: its modules, what a part's counts take, and a block being parsed."""
+MAIN_BYTES = 200 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreprocessSettings:
-    """One job. Raises ConfigError that names the key.
+    """The keys of `distcache.preprocess`, which checks them and makes numbers of their words.
 
-    `mode`: `vocabulary` or `hash`; `rows`: of the 26 tables (`hash`); `min_count`: training
-    samples in which an id of a vocabulary must occur; `split`: what is held out: `seventh` (the
-    last of the samples), `last_file` or `none`; `workers`: processes, None for what cores and
-    `memory` (bytes, all processes together) allow; `multi_hot`: ids per bag of each table, None
-    for one; `on_bad_line`: `error` or `skip`; `part`: bytes of text that are one unit of work.
+    Then `rows` and `multi_hot` have a number for each of the 26 tables, or are None: a vocabulary;
+    one id a bag.
     """
 
-    input: Sequence[str]
-    output: str
-    mode: str = "vocabulary"
-    rows: Sequence[int] | None = None
-    min_count: int = 1
-    split: str = "seventh"
-    workers: int | None = None
-    memory: int = 2 << 30
-    multi_hot: Sequence[int] | None = None
-    on_bad_line: str = "error"
-    part: int = field(default=64 << 20)
-
-    def __post_init__(self) -> None:
-        choices = {
-            "mode": ("vocabulary", "hash"),
-            "split": ("seventh", "last_file", "none"),
-            "on_bad_line": ("error", "skip"),
-        }
-        for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                raise ConfigError(
-                    f"{key}={getattr(self, key)} is unknown: choose {' or '.join(allowed)}"
-                )
-        for key in ("min_count", "workers", "part"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"{key}={value}: give a whole number of at least 1")
-        if self.memory < _MAIN_BYTES + WORKER_BYTES:
-            least = (_MAIN_BYTES + WORKER_BYTES) >> 20
-            raise ConfigError(f"memory={self.memory}: give at least {least} MiB, in bytes")
-        self._check_tables()
-
-    def _check_tables(self) -> None:
-        if self.mode == "hash" and self.rows is None:
-            raise ConfigError("mode=hash needs rows=[26 numbers], rows=kaggle or rows=terabyte")
-        if self.mode == "vocabulary" and self.rows is not None:
-            raise ConfigError(
-                "rows is a key of mode=hash: a vocabulary finds its rows in the data; leave it out"
-            )
-        if self.mode == "hash" and self.min_count != 1:
-            raise ConfigError(f"min_count={self.min_count} is a key of mode=vocabulary alone")
-        for key, more in (("rows", "kaggle or terabyte"), ("multi_hot", "true or false")):
-            values = getattr(self, key)
-            listed = isinstance(values, list | tuple) and len(values) == IDS
-            counts = listed and all(type(value) is int and value >= 1 for value in values)
-            if values is not None and not counts:
-                raise ConfigError(
-                    f"{key}={values}: give {IDS} whole numbers of at least 1 [a,b,...], {more}"
-                )
+    input: list[str] = option([], "text files or globs, in order of time")
+    output: str = option("", "folder of the result, and of unfinished work")
+    mode: str = option(
+        "vocabulary",
+        "vocabulary: rows by falling count, row 0 for ids outside it, row 1 for missing ids; "
+        "hash: value modulo the table's rows, missing ids in row 0",
+        choice=("vocabulary", "hash"),
+    )
+    rows: Any = option(
+        None, "mode=hash: 26 numbers [a,b,...], or kaggle, or terabyte", only=("hash",), by="mode"
+    )
+    min_count: int = option(
+        1, "vocabulary: least count in training samples", least=1, only=("vocabulary",), by="mode"
+    )
+    split: str = option(
+        "seventh",
+        "held out: seventh, last_file or none",
+        choice=("seventh", "last_file", "none"),
+    )
+    workers: Any = option("auto", "processes; auto: what cores and memory allow", counted=1)
+    memory: Any = option("2g", "bytes that all processes together may take")
+    multi_hot: Any = option(
+        False, "bags of MLPerf's sizes in place of single ids, by a fixed rule; or 26 sizes"
+    )
+    on_bad_line: str = option("error", "error, or skip with a count", choice=("error", "skip"))
+    part: Any = option("64m", "bytes of text that are one restartable unit")
+    verify: bool = option(False, "only compare the checksums of output")
 
     @property
-    def table_rows(self) -> tuple[int, ...] | None:
-        """Rows of the tables that ids are hashed to; None in mode `vocabulary`."""
-        return None if self.rows is None else tuple(int(rows) for rows in self.rows)
+    def work(self) -> Path:
+        """The folder of all unfinished work."""
+        return Path(self.output, "work")
 
-    def workers_for(self, bytes_each: int = WORKER_BYTES) -> int:
-        """Processes that may work at once when each takes `bytes_each` of memory."""
-        fit = max(1, (self.memory - _MAIN_BYTES) // max(bytes_each, WORKER_BYTES))
-        return min(self.workers or len(os.sched_getaffinity(0)), fit)
+    def workers_for(self) -> int:
+        """Processes that may work at once."""
+        wanted = len(os.sched_getaffinity(0)) if self.workers == "auto" else self.workers
+        return min(wanted, max(1, (self.memory - MAIN_BYTES) // WORKER_BYTES))
 
     def identity(self) -> dict[str, object]:
         """All that the result depends on, as JSON values."""
-        return {
-            key: list(value) if key in ("rows", "multi_hot") and value else value
-            for key, value in vars(self).items()
-            if key not in ("input", "output", "workers", "memory")
-        }
+        others = ("input", "output", "workers", "memory", "verify")
+        return {key: value for key, value in vars(self).items() if key not in others}
 
 
 HASHED_BYTES = 16 << 20
@@ -180,7 +153,7 @@ class Manifest:
     """What the folder holds.
 
     Samples [0, train_samples) train, the others are held out, all in order of time. `arrays`:
-    path within the folder to file. `inputs`: name, bytes, lines and samples of each text file;
+    path within the folder to file. `inputs`: name and bytes of each text file;
     `skipped`: count of malformed lines and the first ten. `settings`: what the user asked for.
     `fingerprint`: SHA-256 of all that a training run can see; equal where the data is equal.
     """

@@ -19,11 +19,14 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,6 @@ from distcache.data.criteo_folder import (
     HASHED_BYTES,
     IDS,
     NAME,
-    WORKER_BYTES,
     Manifest,
     PreprocessSettings,
     describe_array,
@@ -43,27 +45,25 @@ from distcache.data.criteo_folder import (
     read_manifest,
 )
 from distcache.data.criteo_tables import (
-    AssembleTask,
+    Part,
     PartReport,
-    PartTask,
     Run,
-    TableReport,
     TableTask,
     assemble_part,
     build_table,
-    first_rows,
     make_arrays,
     parse_part,
+    part_file,
     read_rows,
-    read_table_report,
+    table_folder,
     write_runs,
 )
-from distcache.data.criteo_text import MAX_LINE, id_dtype
+from distcache.data.criteo_text import MAX_LINE
 from distcache.data.files import (
-    SHOWN,
     BadLines,
     InputFile,
     find_files,
+    inspect,
     read_json,
     unpack,
     write_json,
@@ -73,7 +73,7 @@ from distcache.versions import installed
 
 logger = logging.getLogger(__name__)
 
-_WORK_FORMAT = 2
+_WORK_FORMAT = 3
 """Of the unfinished work, which another version does not take up."""
 
 
@@ -101,35 +101,15 @@ class Work:
         """The folder that the result goes to."""
         return Path(self.settings.output)
 
-    @property
-    def folder(self) -> Path:
-        """The folder of all unfinished work."""
-        return self.output / "work"
-
-    def part_file(self, name: str, suffix: str = "") -> Path:
-        """A file of the part `name`."""
-        return self.folder / "parts" / f"{name}{suffix}"
-
-    def bad_lines(self) -> list[str]:
-        """`file:line: reason` of the malformed lines that the parts quote, in order."""
-        found, before = [], {}
+    def bad_lines(self) -> BadLines:
+        """The malformed lines of all parts; DataError for the first where they are not skipped."""
+        bad, before = BadLines(self.settings.on_bad_line, "on_bad_line"), Counter[int]()
         for _, part in sorted(self.parts.items()):
-            first, name = before.get(part.file, 1), self.files[part.file].path
-            found += [f"{name}:{first + line}: {reason}" for line, reason in part.bad]
-            before[part.file] = first + part.lines
-        return found
-
-    def skipped(self) -> BadLines:
-        """The malformed lines that were left out."""
-        bad = BadLines("skip")
-        bad.count = sum(part.bad_lines for part in self.parts.values())
-        bad.first = self.bad_lines()[:SHOWN]
+            for line, why in part.bad:
+                bad.add(self.files[part.file].path, before[part.file] + line, why)
+            bad.count += part.bad_lines - len(part.bad)
+            before[part.file] += part.lines
         return bad
-
-
-def part_name(file: int, index: int) -> str:
-    """The name of a part of an input file; names sort as the text goes."""
-    return f"{file:04d}-{index:07d}"
 
 
 def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
@@ -160,7 +140,7 @@ def preprocess(settings: PreprocessSettings, progress: Progress) -> Manifest:
         if megabytes:
             rate = megabytes / seconds
             logger.info("%.1f MB of text in %.1f s: %.1f MB/s", megabytes, seconds, rate)
-    shutil.rmtree(work.folder, ignore_errors=True)
+    shutil.rmtree(work.settings.work, ignore_errors=True)
     return manifest
 
 
@@ -169,9 +149,9 @@ def finish_work(work: Work) -> Manifest:
     open_work(work)
     parse(work)
     split_samples(work)
-    tables = count_tables(work)
-    assemble(work, tables)
-    manifest = settle_arrays(work, tables)
+    table_rows = count_tables(work)
+    assemble(work, table_rows)
+    manifest = settle_arrays(work, table_rows)
     write_json(work.output / NAME, asdict(manifest))
     return manifest
 
@@ -209,14 +189,14 @@ def open_work(work: Work) -> None:
         "settings": work.settings.identity(),
         "inputs": [[str(f.path), f.bytes, f.mtime_ns] for f in work.files],
     }
-    path = work.folder / "plan.json"
+    path = work.settings.work / "plan.json"
     known = read_json(path)
     if known is not None and known != plan:
         raise ConfigError(
             f"output={work.output} holds the unfinished work of another job, or the input has "
             f"changed since: name another folder, or remove {work.output}"
         )
-    (work.folder / "parts").mkdir(parents=True, exist_ok=True)
+    (work.settings.work / "parts").mkdir(parents=True, exist_ok=True)
     write_json(path, plan)
     if (work.output / NAME).exists():
         manifest = read_manifest(work.output)
@@ -231,59 +211,49 @@ def open_work(work: Work) -> None:
 
 def parse(work: Work) -> None:
     """Parse every part that is not complete; `work.parts` has the reports of all then."""
-    reports = (work.folder / "parts").glob("*-*.json")
+    reports = (work.settings.work / "parts").glob("*-*.json")
     work.parts = {path.stem: PartReport(**read_json(path)) for path in reports}
     if work.parts:
         logger.info("going on: %d parts are parsed already", len(work.parts))
-    failed: list[PartReport] = []
-    tasks = itertools.takewhile(lambda task: not failed, _unparsed(work))
+    given_up: list[PartReport] = []
+    parts = itertools.takewhile(lambda part: not given_up, _unparsed(work))
     total = sum(file.bytes for file in work.files)
     done = sum(part.read_bytes for part in work.parts.values())
     with work.progress("parse", total, "B", done) as bar:
-        for task, report in work.pool.run(parse_part, tasks):
-            if report.complete:
-                work.parts[report.name] = report
-                work.text_bytes += report.text_bytes
-            else:
-                failed.append(report)
-            if work.files[task.file].gzip:
-                task.text.path.unlink()
-            bar.update(task.read_bytes)
-    if failed:
-        # Its number in the file counts the lines of the parts before it.
-        first = min(failed, key=lambda report: report.name)
-        work.parts = {name: part for name, part in work.parts.items() if name < first.name}
-        work.parts[first.name] = first
-        raise DataError(
-            f"{work.bad_lines()[-len(first.bad)]}; correct the line, or leave such lines out with "
-            "on_bad_line=skip"
-        )
+        for part, report in work.pool.run(partial(parse_part, work.settings), parts):
+            work.parts[report.name] = report
+            work.text_bytes += report.text_bytes
+            if report.bad and work.settings.on_bad_line == "error":
+                given_up.append(report)
+            if work.files[part.file].gzip:
+                part.text.path.unlink()
+            bar.update(part.read_bytes)
+    work.bad_lines()
 
 
-def _unparsed(work: Work) -> Iterator[PartTask]:
+def _unparsed(work: Work) -> Iterator[Part]:
     """Every part that is to be parsed; text of gzip files is unpacked when it is asked for."""
-    settings, parts, size = work.settings, str(work.folder / "parts"), work.settings.part
-    how = (parts, settings.table_rows, settings.on_bad_line == "skip")
+    size = work.settings.part
     for number, file in enumerate(work.files):
-
-        def done(index: int, number: int = number) -> bool:
-            return part_name(number, index) in work.parts
-
+        names = (f"{number:04d}-{index:07d}" for index in itertools.count())
         if not file.gzip:
-            for index, start in enumerate(range(0, file.bytes, size)):
-                stop, name = min(start + size, file.bytes), part_name(number, index)
-                if not done(index):
-                    yield PartTask(number, name, file, start, stop, stop - start, *how)
+            for start, name in zip(range(0, file.bytes, size), names, strict=False):
+                stop = min(start + size, file.bytes)
+                if name not in work.parts:
+                    yield Part(number, name, file, start, stop, stop - start)
             continue
-        count = work.part_file(f"{number:04d}", ".count")  # how many, of a file that was read
-        known = read_json(count)
-        if known is None or not all(map(done, range(known))):
-            at, found = work.part_file(f"{number:04d}"), 0
-            for text, read in unpack(file, at, size, MAX_LINE, done):
-                name, found = part_name(number, found), found + 1
-                if text is not None:
-                    yield PartTask(number, name, text, 0, text.bytes, read, *how)
-            write_json(count, found)
+        count = part_file(work.settings, f"{number:04d}", ".count")  # of a file that was read
+        if read_json(count) == sum(part.file == number for part in work.parts.values()):
+            continue
+        texts, found = (part_file(work.settings, name, ".text") for name in names), 0
+        for path, read in unpack(file, texts, size, MAX_LINE):
+            found += 1
+            if path.stem in work.parts:
+                path.unlink()
+            else:
+                text = inspect(path)
+                yield Part(number, path.stem, text, 0, text.bytes, read)
+        write_json(count, found)
 
 
 def split_samples(work: Work) -> None:
@@ -299,89 +269,61 @@ def split_samples(work: Work) -> None:
     if count == 0:
         raise DataError(
             f"input: {samples} good lines in {len(work.files)} file(s), none of them before the "
-            f"held-out ones of split={work.settings.split} ({work.skipped().example()}): give more "
-            "data, or split=none"
+            f"held-out ones of split={work.settings.split} ({work.bad_lines().example()}): give "
+            "more data, or split=none"
         )
     logger.info("%s samples, of which %s train", f"{samples:,}", f"{count:,}")
     work.samples, work.train_samples = samples, count
 
 
-def count_tables(work: Work) -> list[TableReport]:
-    """Counts of every table over the training samples, and the vocabularies."""
-    settings = work.settings
-    rows, bag = settings.table_rows or [None] * IDS, settings.multi_hot or [1] * IDS
-    todo = [table for table in range(IDS) if read_table_report(table_folder(work, table)) is None]
-    runs, missing = _training_runs(work) if todo else ([], [])
-    tasks = [
-        TableTask(
-            table=table,
-            runs=runs[table],
-            missing=missing[table],
-            rows=rows[table],
-            min_count=settings.min_count,
-            bag=bag[table],
-            folder=str(table_folder(work, table)),
-            output=str(work.output),
-        )
-        for table in todo
-    ]
-    # Counting bags takes a table's counts twice, in memory.
-    largest = max((task.rows or 0 for task in tasks if task.bag > 1), default=0)
-    at_once = settings.workers_for(WORKER_BYTES + 16 * largest) if largest else None
+def count_tables(work: Work) -> list[int]:
+    """Counts of every table over the training samples, and the vocabularies; rows of the tables."""
+    reports = [table_folder(work.settings, table) / "report.json" for table in range(IDS)]
+    todo = [table for table in range(IDS) if read_json(reports[table]) is None]
+    tasks = _training_runs(work) if todo else []
     with work.progress("count", IDS, "table", IDS - len(todo)) as bar:
-        for _ in work.pool.run(build_table, tasks, at_once):
+        chosen = [task for task in tasks if task.table in todo]
+        for _ in work.pool.run(partial(build_table, work.settings), chosen):
             bar.update(1)
-    found = [read_table_report(table_folder(work, table)) for table in range(IDS)]
-    return [report for report in found if report is not None]
+    return [read_json(report) for report in reports]
 
 
-def table_folder(work: Work, table: int) -> Path:
-    """Work files of one table."""
-    return work.folder / "tables" / f"{table:02d}"
-
-
-def _training_runs(work: Work) -> tuple[list[list[Run]], list[int]]:
+def _training_runs(work: Work) -> list[TableTask]:
     """Runs of each table over the training samples, and how many of them lack an id."""
-    runs: list[list[Run]] = [[] for _ in range(IDS)]
-    missing = np.zeros(IDS, dtype=np.int64)
+    tasks = [TableTask(table, [], 0) for table in range(IDS)]
     for name, first in work.firsts.items():
-        report, path = work.parts[name], work.part_file(name)
-        lengths, absent, dtype = report.lengths, report.missing, report.id_dtype
-        left = work.train_samples - first
+        report, path = work.parts[name], part_file(work.settings, name, ".runs")
+        lengths, missing, left = report.lengths, report.missing, work.train_samples - first
         if left <= 0:
             break
-        if left < report.samples:
-            training = first_rows(read_rows(work.part_file(name, ".rows")), left)
-            path = work.folder / "boundary"  # of the part in which the held-out samples begin
-            lengths, absent, wide = write_runs(training, path, np.dtype(dtype))
-            dtype = wide.str
-        ends = np.cumsum(lengths)
-        for table, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
-            runs[table].append(Run(str(path), dtype, end - length, length))
-        missing += absent
-    return runs, missing.tolist()
+        if left < report.samples:  # the part in which the held-out samples begin
+            path = work.settings.work / "boundary"
+            pieces = read_rows(part_file(work.settings, name, ".rows"))
+            lengths, missing = write_runs(pieces, path, left)
+        starts = [0, *np.cumsum(lengths).tolist()]
+        for task, (start, stop), absent in zip(tasks, pairwise(starts), missing, strict=True):
+            task.runs.append(Run(path, start, stop))
+            task.missing += absent
+    return tasks
 
 
-def assemble(work: Work, tables: list[TableReport]) -> None:
+def assemble(work: Work, table_rows: list[int]) -> None:
     """Write every part's samples to their place in the arrays."""
-    made = work.folder / "arrays.json"
-    if read_json(made) is None:  # none that an older result or a run killed meanwhile has left
-        make_arrays(work.output, work.samples, id_dtype([report.rows for report in tables]))
-        write_json(made, work.samples)
-    words = [] if work.settings.table_rows else [(table_folder(work, r.table), r) for r in tables]
-    files = {name: work.part_file(name, ".rows") for name in work.firsts}
+    settings = work.settings
     tasks = [
-        AssembleTask(files[name], work.parts[name].samples, first, work.output, words)
+        (name, first, work.parts[name].samples)
         for name, first in work.firsts.items()
-        if files[name].exists()
+        if part_file(settings, name, ".rows").exists()
     ]
-    done = work.samples - sum(task.samples for task in tasks)
+    if len(tasks) == len(work.firsts):  # none is written; what else is there was not finished
+        make_arrays(settings, work.samples, table_rows)
+    done = work.samples - sum(samples for *_, samples in tasks)
     with work.progress("write", work.samples, "sample", done) as bar:
-        for task, _ in work.pool.run(assemble_part, tasks):
-            bar.update(task.samples)
+        for task, _ in work.pool.run(partial(assemble_part, settings, table_rows), tasks):
+            bar.update(task[2])
 
 
-def settle_arrays(work: Work, tables: list[TableReport]) -> Manifest:
+def settle_arrays(work: Work, table_rows: list[int]) -> Manifest:
     """Bring the arrays to the disk, hash them, and describe everything."""
     names = ["labels.npy", "dense.npy", "ids.npy"]
     for kind in ("counts", "vocabulary") if work.settings.mode == "vocabulary" else ("counts",):
@@ -400,24 +342,17 @@ def settle_arrays(work: Work, tables: list[TableReport]) -> Manifest:
         name: describe_array(work.output / name, [hashes[block] for block in blocks[name]])
         for name in names
     }
-    skipped = work.skipped()
+    skipped = work.bad_lines()
     skipped.report()
     settings = work.settings
-    lines, samples = [0] * len(work.files), [0] * len(work.files)
-    for part in work.parts.values():
-        lines[part.file] += part.lines
-        samples[part.file] += part.samples
     return Manifest(
         samples=work.samples,
         train_samples=work.train_samples,
-        table_rows=tuple(report.rows for report in tables),
+        table_rows=tuple(table_rows),
         mode=settings.mode,
         multi_hot=None if settings.multi_hot is None else tuple(settings.multi_hot),
         arrays=arrays,
-        inputs=[
-            {"name": file.path.name, "bytes": file.bytes, "lines": n, "samples": good}
-            for file, n, good in zip(work.files, lines, samples, strict=True)
-        ],
+        inputs=[{"name": file.path.name, "bytes": file.bytes} for file in work.files],
         skipped=skipped.summary(),
         settings=settings.identity(),
         versions={n: installed(n) or "unknown" for n in ("distcache", "numpy", "pyarrow")},
@@ -428,13 +363,13 @@ def settle_arrays(work: Work, tables: list[TableReport]) -> Manifest:
 def alone(work: Work) -> Iterator[None]:
     """Keep other processes from the same work. Raises ConfigError while one is at it, and for an
     output folder that holds something else or cannot be written."""
-    ours = (work.folder / "plan.json", work.output / NAME)  # a manifest: of a damaged result
+    ours = (work.settings.work / "plan.json", work.output / NAME)  # a manifest: of a damaged result
     try:
         used = work.output.is_dir() and any(entry.name != "work" for entry in work.output.iterdir())
         if used and not any(path.exists() for path in ours):
             raise ConfigError(f"output={work.output} is not empty: name a new folder")
-        work.folder.mkdir(parents=True, exist_ok=True)
-        lock = (work.folder / "lock").open("w")
+        work.settings.work.mkdir(parents=True, exist_ok=True)
+        lock = (work.settings.work / "lock").open("w")
     except OSError as error:
         raise ConfigError(
             f"output={work.output} cannot be made a folder, or written ({error.strerror}: "
@@ -455,38 +390,31 @@ class Pool:
     """`workers` processes; with one worker, this process alone."""
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._executor: ProcessPoolExecutor | None = None
+        self._most, self._executor = 2 * workers, None
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
 
     def __enter__(self) -> Pool:
-        if self.workers > 1:
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(
-                self.workers, context, _start_worker, (os.getpid(),)
-            )
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def run(
-        self, function: Callable[[Any], Any], tasks: Iterable[Any], at_once: int | None = None
-    ) -> Iterator[tuple[Any, Any]]:
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[tuple]:
         """(task, result) of each task as they finish.
 
-        At most `at_once` tasks are in work or waiting, by default two a worker. After a failure,
-        which is raised, no task is started.
+        At most two tasks a worker are in work or waiting. After a failure, which is raised, no task
+        is started.
         """
         if self._executor is None:
-            for task in tasks:
-                yield task, function(task)
+            yield from ((task, function(task)) for task in tasks)
             return
-        tasks, most = iter(tasks), at_once or 2 * self.workers
-        waiting: dict[Future, Any] = {}
+        tasks, waiting = iter(tasks), {}
         try:
             while True:
-                for task in itertools.islice(tasks, most - len(waiting)):
+                for task in itertools.islice(tasks, self._most - len(waiting)):
                     waiting[self._executor.submit(function, task)] = task
                 if not waiting:
                     return

@@ -1,19 +1,19 @@
 """What workers do: parts of the text, counts and vocabularies of tables, the samples' arrays.
 
-A part is three files and a report, which is written last: its samples, piece by piece, and for each
-table the run of its distinct ids with their counts. A table merges the runs of all parts range by
-range. Memory grows with neither the samples nor the distinct ids: ranges are chosen from a sample
-of the runs so that each holds at most a given number of entries. Row 0 of a vocabulary is every id
-outside it and row 1 a missing id; then come the ids that occur often enough in training samples, by
-falling count, equal counts by rising id.
+A part is two files and a report, which is written last: its samples, piece by piece, and for each
+table the run of its distinct ids with their counts. A table merges the runs of all parts, of which
+a little is held at a time: memory grows with neither the samples nor the distinct ids. Row 0 of a
+vocabulary is every id outside it and row 1 a missing id; then come the ids that occur often enough
+in training samples, by falling count, equal counts by rising id.
 """
 
 from __future__ import annotations
 
 import pickle
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,25 +26,23 @@ from distcache.data.criteo_folder import (
     MISSING,
     OUT_OF_VOCABULARY,
     WORKER_BYTES,
+    PreprocessSettings,
     bags,
 )
 from distcache.data.criteo_text import MAX_LINE, CriteoRows, id_dtype, parse_blocks
-from distcache.data.files import SHOWN, InputFile, read_json, read_range, whole_lines, write_json
+from distcache.data.files import SHOWN, InputFile, read_chunks, whole_lines, write_json
 from distcache.errors import DataError
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of text that are parsed at once."""
-PIECE = 1 << 16
-"""Samples that are written, and read back, at once; a block more at the most."""
+"""Bytes of text that are parsed at once; their samples are a piece."""
 
 
 @dataclass(frozen=True)
-class PartTask:
-    """Lines that begin in [start, stop) of `text`, to be parsed into files of `folder` that are
-    called `name`. `file`: number of the input file.
+class Part:
+    """Lines that begin in [start, stop) of `text`. `file`: number of the input file; `name`: of the
+    part's own files; names sort as the text goes.
 
-    `table_rows`: rows that ids are hashed to, or None to keep values. `read_bytes`: of the input
-    that this part stands for (compressed ones where the input is gzip).
+    `read_bytes`: of the input that this part stands for (compressed ones where that is gzip).
     """
 
     file: int
@@ -53,17 +51,14 @@ class PartTask:
     start: int
     stop: int
     read_bytes: int
-    folder: str
-    table_rows: tuple[int, ...] | None
-    skip_bad: bool
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """What a part holds. `bad`: line (from 0 in the part) and reason of the first malformed ones.
+    """What a part holds. `bad`: line (from 1 in the part) and reason of the first malformed ones.
 
-    `id_dtype`: of its runs; `lengths`: distinct ids of each table, `missing`: samples without an id
-    of each table. A part with `complete` false was given up at its first malformed line.
+    `lengths`: distinct ids of each table, `missing`: samples without an id of each table. Unless
+    malformed lines are skipped, a part with such is given up at the first one.
     """
 
     file: int
@@ -74,19 +69,23 @@ class PartReport:
     samples: int
     bad_lines: int
     bad: list[tuple[int, str]]
-    id_dtype: str
-    lengths: list[int] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-    complete: bool = True
+    lengths: list[int]
+    missing: list[int]
 
 
-def parse_part(task: PartTask) -> PartReport:
+def part_file(settings: PreprocessSettings, name: str, suffix: str) -> Path:
+    """A file of the part `name`."""
+    return settings.work / "parts" / f"{name}{suffix}"
+
+
+def parse_part(settings: PreprocessSettings, part: Part) -> PartReport:
     """Parse a part, or up to its first malformed line unless they are skipped.
 
     A part is complete when its report is there. Raises DataError for a file that changed meanwhile.
     """
     bad: list[tuple[int, str]] = []
     text_bytes = lines = samples = bad_lines = 0
+    skip = settings.on_bad_line == "skip"
 
     def on_error(line: int, error: DataError) -> None:
         nonlocal bad_lines
@@ -96,373 +95,290 @@ def parse_part(task: PartTask) -> PartReport:
 
     def parsed() -> Iterator[CriteoRows]:
         nonlocal text_bytes, lines, samples
-        chunks = read_range(task.text, BLOCK_BYTES, task.start, task.stop)
-        for rows, text in parse_blocks(whole_lines(chunks, MAX_LINE), task.table_rows, on_error):
-            text_bytes += len(text)
-            lines += text.count(b"\n") + (not text.endswith(b"\n"))
-            if bad and not task.skip_bad:
-                return
-            samples += len(rows.labels)
-            yield rows
+        blocks = whole_lines(read_chunks(part.text, BLOCK_BYTES, part.start, part.stop), MAX_LINE)
+        with part_file(settings, part.name, ".rows").open("wb") as file:
+            for rows, text in parse_blocks(blocks, settings.rows, on_error):
+                text_bytes += len(text)
+                lines += text.count(b"\n") + (not text.endswith(b"\n"))
+                if bad and not skip:
+                    return
+                samples += len(rows.labels)
+                pickle.dump(rows, file, pickle.HIGHEST_PROTOCOL)
+                yield rows
 
-    path = Path(task.folder, task.name)
-    pieces = save_rows(parsed(), path.with_suffix(".rows"))
-    lengths, missing, dtype = write_runs(pieces, path, id_dtype(task.table_rows))
-    complete = task.skip_bad or not bad
-    about = (task.file, task.name, task.read_bytes, text_bytes, lines, samples, bad_lines, bad)
-    report = PartReport(*about, dtype.str, lengths, missing, complete)
-    if complete:
-        write_json(path.with_suffix(".json"), asdict(report))
+    counts = write_runs(parsed(), part_file(settings, part.name, ".runs"))
+    about = (part.file, part.name, part.read_bytes, text_bytes, lines, samples, bad_lines, bad)
+    report = PartReport(*about, *counts)
+    if skip or not bad:
+        write_json(part_file(settings, part.name, ".json"), asdict(report))
     return report
 
 
-def save_rows(blocks: Iterable[CriteoRows], path: Path) -> Iterator[CriteoRows]:
-    """The rows in pieces of about `PIECE` samples, each written to `path` before it is given on."""
-    held: list[CriteoRows] = []
-    with path.open("wb") as file:
-
-        def written() -> CriteoRows:
-            columns = zip(*(vars(rows).values() for rows in held), strict=True)
-            piece = CriteoRows(*(None if c[0] is None else np.concatenate(c) for c in columns))
-            pickle.dump(piece, file, pickle.HIGHEST_PROTOCOL)
-            held.clear()
-            return piece
-
-        for rows in blocks:
-            held.append(rows)
-            if sum(len(one.labels) for one in held) >= PIECE:
-                yield written()
-        if held:
-            yield written()
-
-
 def read_rows(path: Path) -> Iterator[CriteoRows]:
-    """The pieces that `save_rows` wrote."""
+    """The pieces of a part."""
     with path.open("rb") as file:
         while file.peek(1):
             yield pickle.load(file)
 
 
-def first_rows(pieces: Iterable[CriteoRows], samples: int) -> Iterator[CriteoRows]:
-    """The first `samples` of them."""
-    for rows in pieces:
-        if samples > 0:
-            arrays = vars(rows).values()
-            yield CriteoRows(*(None if array is None else array[:samples] for array in arrays))
-        samples -= len(rows.labels)
-
-
-def write_runs(
-    pieces: Iterable[CriteoRows], path: Path, dtype: np.dtype
-) -> tuple[list[int], list[int], np.dtype]:
-    """Write distinct ids (rising) of some samples, and how often each occurs (int64), table after
-    table, to `path` with the suffixes `.values` and `.counts`.
-
-    Missing ids are not counted. Returns distinct and missing ids by table, and the dtype of the
-    ids: `dtype`, or wider where they need it.
-    """
-    nothing = np.empty(0, dtype), np.empty(0, np.int64)
-    found, absent = [[nothing] for _ in range(IDS)], [0] * IDS
-    for rows in pieces:
-        for table in range(IDS):
-            column = rows.ids[:, table]
-            if rows.missing is not None:
-                column = column[rows.missing & np.uint32(1 << table) == 0]
-            found[table].append(np.unique(column, return_counts=True))
-            absent[table] += len(rows.ids) - len(column)
-    merged = [_merge(*zip(*own, strict=True)) for own in found]
-    dtype = np.result_type(*(values.dtype for values, _ in merged))
-    with open(f"{path}.values", "wb") as to_values, open(f"{path}.counts", "wb") as to_counts:
-        for values, counts in merged:
-            values.astype(dtype).tofile(to_values)
-            counts.tofile(to_counts)
-    return [len(values) for values, _ in merged], absent, dtype
-
-
-ENTRY_BYTES = 64
-"""Memory of an entry while its range is merged."""
-MOST = max(1 << 16, WORKER_BYTES // 2 // ENTRY_BYTES)
-"""Entries that are merged at once."""
+ENTRY = np.dtype([("id", np.uint64), ("count", np.int64)])
+"""An id, and how often it occurs; a run is distinct ids, rising."""
+MOST = max(1 << 16, WORKER_BYTES // 2 // 64)
+"""Entries that are merged at once: each takes 64 bytes meanwhile."""
 FAN_IN = 256
 """Runs that are merged at once; more are merged in groups first."""
 
 
+def counted(values: np.ndarray) -> np.ndarray:
+    """The distinct ones of `values` as a run."""
+    distinct, times = np.unique(values, return_counts=True)
+    entries = np.empty(len(distinct), ENTRY)
+    entries["id"], entries["count"] = distinct, times
+    return entries
+
+
+def joined(runs: Sequence[np.ndarray]) -> np.ndarray:
+    """Several runs as one."""
+    entries = np.concatenate(runs)
+    entries = entries[np.argsort(entries["id"], kind="stable")]
+    ids = entries["id"]
+    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
+    result = entries[starts]
+    result["count"] = np.add.reduceat(entries["count"], starts)
+    return result
+
+
+def write_runs(
+    pieces: Iterable[CriteoRows], path: Path, most: int = sys.maxsize
+) -> tuple[list[int], list[int]]:
+    """Write the run of each table over the first `most` samples, table after table.
+
+    Missing ids are not counted. Returns distinct and missing ids by table.
+    """
+    found, absent = [[np.empty(0, np.uint8)] for _ in range(IDS)], [0] * IDS
+    for rows in pieces:
+        ids, missing = rows.ids[:most], None if rows.missing is None else rows.missing[:most]
+        most -= len(ids)
+        for table in range(IDS):
+            column = ids[:, table]
+            if missing is not None:
+                column = column[missing & np.uint32(1 << table) == 0]
+            found[table].append(column)
+            absent[table] += len(ids) - len(column)
+    lengths = []
+    with path.open("wb") as file:
+        for columns in found:
+            run = counted(np.concatenate(columns))
+            run.tofile(file)
+            lengths.append(len(run))
+    return lengths, absent
+
+
 @dataclass(frozen=True)
 class Run:
-    """Distinct ids of one part and table, rising, and how often each occurs: entries [start,
-    start + length) of the files of `write_runs`."""
+    """A run of one table: entries [start, stop) of the file at `path`."""
 
-    path: str
-    dtype: str
+    path: Path
     start: int
-    length: int
+    stop: int
 
-    def mapped(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and counts int64, by memory map: what is not touched is not read."""
-        kinds = ((".values", np.dtype(self.dtype)), (".counts", np.dtype(np.int64)))
-        values, counts = (
-            np.memmap(self.path + suffix, dtype, "r", self.start * dtype.itemsize, (self.length,))
-            for suffix, dtype in kinds
+    def read(self, start: int, most: int) -> np.ndarray:
+        """At most `most` entries from `start` on."""
+        return np.fromfile(
+            self.path, ENTRY, min(most, self.stop - start), offset=start * ENTRY.itemsize
         )
-        return values, counts
+
+    @classmethod
+    def write(cls, path: Path, pieces: Iterable[np.ndarray]) -> Run:
+        """The run that consists of `pieces`, in a file of its own."""
+        length = 0
+        with path.open("wb") as file:
+            for entries in pieces:
+                entries.tofile(file)
+                length += len(entries)
+        return cls(path, 0, length)
 
 
 def fewer_runs(runs: Sequence[Run], folder: Path) -> Sequence[Run]:
-    """At most `FAN_IN` runs that say the same; new ones are written into `folder`.
-
-    What a range is cut by grows with the square of the runs that are merged at once.
-    """
+    """At most `FAN_IN` runs that say the same; new ones are written into `folder`."""
     while len(runs) > FAN_IN:
         groups = [runs[at : at + FAN_IN] for at in range(0, len(runs), FAN_IN)]
-        level, runs = len(runs), []
-        for number, group in enumerate(groups):
-            path, length = folder / f"{level}-{number}", 0
-            dtype = np.result_type(*(run.dtype for run in group))
-            with open(f"{path}.values", "wb") as values, open(f"{path}.counts", "wb") as counts:
-                for found, times in merge_runs(group, MOST):
-                    found.astype(dtype).tofile(values)
-                    times.tofile(counts)
-                    length += len(found)
-            runs.append(Run(str(path), dtype.str, 0, length))
+        runs = [
+            Run.write(folder / f"{len(runs)}-{number}", merge_runs(group, MOST))
+            for number, group in enumerate(groups)
+        ]
     return runs
 
 
-def merge_runs(runs: Sequence[Run], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Distinct ids (rising over all yields) and their summed counts int64.
+def merge_runs(runs: Sequence[Run], most: int) -> Iterator[np.ndarray]:
+    """All runs as one, piece by piece.
 
-    A range has about `most` entries at the most (before equal ones are joined), or as many as
-    there are runs where that is more.
+    About `most` entries are held at a time (before equal ones are joined), or one of each run where
+    that is more.
     """
-    maps = [run.mapped() for run in runs if run.length]
-    if not maps:
-        return
-    every = max(1, most // (2 * len(maps)))
-    sample = np.sort(np.concatenate([values[every - 1 :: every] for values, _ in maps]))
-    splitters = np.unique(sample[:: max(1, most // (2 * every))])
-    edges = np.array([[0, *_places(values, splitters), len(values)] for values, _ in maps])
-    for lows, highs in zip(edges.T[:-1].tolist(), edges.T[1:].tolist(), strict=True):
-        some = [
-            (values[low:high], counts[low:high])
-            for (values, counts), low, high in zip(maps, lows, highs, strict=True)
-            if low < high
-        ]
-        if some:
-            yield _merge(*zip(*some, strict=True))
-
-
-def _places(values: np.ndarray, ids: np.ndarray) -> list[int]:
-    """How many of the rising `values` are smaller than each of the rising `ids`."""
-    inside = ids[ids <= np.iinfo(values.dtype).max].astype(values.dtype)  # else all are converted
-    beyond = [len(values)] * (len(ids) - len(inside))
-    return np.searchsorted(values, inside).tolist() + beyond
-
-
-def _merge(
-    values: Sequence[np.ndarray], counts: Sequence[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct values of several rising runs, with the sums of their counts."""
-    joined, summed = np.concatenate(values), np.concatenate(counts)
-    order = np.argsort(joined, kind="stable")
-    joined = joined[order]
-    starts = np.flatnonzero(np.append(True, joined[1:] != joined[:-1])[: len(joined)])
-    return joined[starts], np.add.reduceat(summed[order], starts)
+    each = max(1, most // max(1, len(runs)))
+    held, places = [np.empty(0, ENTRY)] * len(runs), [run.start for run in runs]
+    while True:
+        for at, run in enumerate(runs):
+            more = run.read(places[at], each - len(held[at]))
+            held[at], places[at] = np.concatenate((held[at], more)), places[at] + len(more)
+        if not any(map(len, held)):
+            return
+        # Nothing is smaller than this in what is not read yet.
+        lasts = [h["id"][-1] for h, p, run in zip(held, places, runs, strict=True) if p < run.stop]
+        bound = min(lasts, default=np.uint64(2**64 - 1))
+        cuts = [int(np.searchsorted(entries["id"], bound, side="right")) for entries in held]
+        yield joined([entries[:cut] for entries, cut in zip(held, cuts, strict=True)])
+        held = [entries[cut:] for entries, cut in zip(held, cuts, strict=True)]
 
 
 _CHUNK = 1 << 20
 """Entries that are handled at once."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TableTask:
-    """Count table number `table` over `runs`, into `counts` and `vocabulary` of `output`.
-
-    `rows`: of the table in mode `hash`, None for a vocabulary of ids that occur `min_count` times.
-    `missing`: training samples without an id. `bag`: ids per bag. `folder`: work files.
-    """
+    """Count table number `table` over `runs`. `missing`: training samples without an id."""
 
     table: int
-    runs: Sequence[Run]
+    runs: list[Run]
     missing: int
-    rows: int | None
-    min_count: int
-    bag: int
-    folder: str
-    output: str
 
 
-@dataclass(frozen=True)
-class TableReport:
-    """A table's rows, and the sorted vocabulary in its work folder: entries and dtypes."""
-
-    table: int
-    rows: int
-    entries: int = 0
-    value_dtype: str = ""
-    row_dtype: str = ""
+def table_folder(settings: PreprocessSettings, table: int) -> Path:
+    """Work files of one table; the number of its rows is in `report.json` when all is written."""
+    return settings.work / "tables" / f"{table:02d}"
 
 
-def build_table(task: TableTask) -> TableReport:
-    """Count one table; leaves `report.json` in its work folder when all is written."""
-    folder, counts = Path(task.folder), Path(task.output, f"counts/cat_{task.table}.npy")
+def build_table(settings: PreprocessSettings, task: TableTask) -> None:
+    """Count one table, and make its vocabulary where its ids are not rows already."""
+    table, folder = task.table, table_folder(settings, task.table)
+    counts = Path(settings.output, f"counts/cat_{table}.npy")
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     counts.parent.mkdir(exist_ok=True)
-    task = replace(task, runs=fewer_runs(task.runs, folder / "runs"))
-    if task.rows is None:
-        report = _vocabulary(task, counts)
+    entries = merge_runs(fewer_runs(task.runs, folder / "runs"), MOST)
+    if settings.rows is None:
+        rows = _vocabulary(settings, task, entries, counts)
     else:
-        array = np.lib.format.open_memmap(counts, "w+", np.int64, (task.rows,))
-        for values, found in merge_runs(task.runs, MOST):
-            array[values] = found  # rows that never occur stay 0
-        report = TableReport(task.table, task.rows)
+        rows = settings.rows[table]
+        array = np.lib.format.open_memmap(counts, "w+", np.int64, (rows,))
+        for some in entries:
+            array[some["id"]] = some["count"]  # rows that never occur stay 0
     shutil.rmtree(folder / "runs")
-    if task.bag > 1:  # counts of the ids in bags, from those of the ids that these come from
-        single = np.load(counts)
-        total, step = np.zeros_like(single), max(1, _CHUNK // task.bag)
-        for start in range(0, len(single), step):
+    bag = settings.multi_hot[table] if settings.multi_hot else 1
+    if bag > 1:  # counts of the ids in bags, from those of the ids that these come from
+        single, of_bags = np.load(counts, mmap_mode="r"), folder / "counts.npy"
+        total = np.lib.format.open_memmap(of_bags, "w+", np.int64, single.shape)
+        step = max(1, _CHUNK // bag)
+        for start in range(0, rows, step):
             ids = start + np.flatnonzero(single[start : start + step])
-            of_bags = bags(ids, task.table, len(single), task.bag)
-            np.add.at(total, of_bags, single[ids][:, None])
-        np.lib.format.open_memmap(counts, "r+")[:] = total
-    write_json(folder / "report.json", asdict(report))
-    return report
+            np.add.at(total, bags(ids, table, rows, bag), single[ids][:, None])
+        of_bags.rename(counts)
+    write_json(folder / "report.json", rows)
 
 
-def read_table_report(folder: Path) -> TableReport | None:
-    """The report of a finished table; None where there is none."""
-    found = read_json(folder / "report.json")
-    return found and TableReport(**found)
+def _vocabulary(
+    settings: PreprocessSettings, task: TableTask, entries: Iterable[np.ndarray], path: Path
+) -> int:
+    """The vocabulary, sorted by id with the row of each, and counts by row, to `path`; its rows."""
+    folder, outside = table_folder(settings, task.table), 0
+    histogram = np.empty(0, ENTRY)  # of the counts
 
+    def frequent() -> Iterator[np.ndarray]:
+        nonlocal outside, histogram
+        for some in entries:
+            keep = some["count"] >= settings.min_count
+            outside += int(some["count"][~keep].sum())
+            histogram = joined((histogram, counted(some["count"][keep])))
+            yield some[keep]
 
-def _vocabulary(task: TableTask, path: Path) -> TableReport:
-    """The vocabulary sorted by id with the row of each, counts by row, and ids by row."""
-    folder = Path(task.folder)
-    entries, outside, histogram, dtype = _select(task, folder)
-    row_dtype = np.dtype(np.int32 if entries + FIRST <= 2**31 else np.int64)
-    distinct, numbers = histogram
-    by_row = np.lib.format.open_memmap(path, "w+", np.int64, (FIRST + int(numbers.sum()),))
-    by_row[:FIRST], at = [outside, task.missing], FIRST
-    for count, number in zip(distinct[::-1].tolist(), numbers[::-1].tolist(), strict=True):
-        by_row[at : at + number] = count  # every distinct count as often as it occurs, falling
-        at += number
-    named = Path(task.output, f"vocabulary/cat_{task.table}.npy")
+    known = Run.write(folder / "known", frequent())
+    total = FIRST + known.stop
+    by_row = np.lib.format.open_memmap(path, "w+", np.int64, (total,))
+    by_row[:FIRST] = [outside, task.missing]
+    last = known.read(max(0, known.stop - 1), 1)["id"]
+    dtype = np.uint32 if last.max(initial=0) < 2**32 else np.uint64
+    named = Path(settings.output, f"vocabulary/cat_{task.table}.npy")
     named.parent.mkdir(exist_ok=True)
-    names = np.lib.format.open_memmap(named, "w+", dtype, (entries + FIRST,))
+    names = np.lib.format.open_memmap(named, "w+", dtype, (total,))
     # Rows of a count begin after all rows of higher counts.
-    begin = FIRST + (entries - np.cumsum(numbers))
-    with (
-        (folder / "values.bin").open("rb") as ids,
-        (folder / "sums.bin").open("rb") as sums,
-        (folder / "rows.bin").open("wb") as rows_file,
-    ):
-        for _ in range(0, entries, _CHUNK):
-            values, counts = np.fromfile(ids, dtype, _CHUNK), np.fromfile(sums, np.int64, _CHUNK)
-            kind = np.searchsorted(distinct, counts)
-            order = np.argsort(kind, kind="stable")
-            kinds = kind[order]
-            starts = np.flatnonzero(np.concatenate(([True], kinds[1:] != kinds[:-1])))
-            lengths = np.diff(np.append(starts, len(kinds)))
-            rank = np.arange(len(kinds)) - np.repeat(starts, lengths)
-            rows = np.empty(len(kinds), dtype=row_dtype)
-            rows[order] = begin[kinds] + rank
-            begin[kinds[starts]] += lengths
+    begin = total - np.cumsum(histogram["count"])
+    with (folder / "ids").open("wb") as ids_file, (folder / "rows").open("wb") as rows_file:
+        for start in range(0, known.stop, _CHUNK):
+            some = known.read(start, _CHUNK)
+            counts, kinds, times = np.unique(some["count"], return_inverse=True, return_counts=True)
+            at = np.searchsorted(histogram["id"], counts.astype(np.uint64))
+            rows = np.empty(len(some), np.int64)
+            rows[np.argsort(kinds, kind="stable")] = np.arange(len(some)) + np.repeat(
+                begin[at] - (np.cumsum(times) - times), times
+            )
+            begin[at] += times
+            names[rows], by_row[rows] = some["id"], some["count"]
+            some["id"].tofile(ids_file)
             rows.tofile(rows_file)
-            names[rows] = values
-    return TableReport(task.table, entries + FIRST, entries, dtype.str, row_dtype.str)
+    return total
 
 
-def _select(
-    task: TableTask, folder: Path
-) -> tuple[int, int, tuple[np.ndarray, np.ndarray], np.dtype]:
-    """Write ids that are frequent enough, and their counts, by rising id.
-
-    Returns their number, the samples of the other ids, the distinct counts (rising) with the
-    number of ids of each, and the dtype of ids.
-    """
-    dtype = np.result_type(*(run.dtype for run in task.runs))
-    entries = outside = 0
-    distinct, numbers = np.empty(0, np.int64), np.empty(0, np.int64)
-    with (folder / "values.bin").open("wb") as to_values, (folder / "sums.bin").open("wb") as to:
-        for values, counts in merge_runs(task.runs, MOST):
-            keep = counts >= task.min_count
-            outside += int(counts[~keep].sum())
-            values, counts = values[keep].astype(dtype), counts[keep]
-            entries += len(values)
-            values.tofile(to_values)
-            counts.tofile(to)
-            found, times = np.unique(counts, return_counts=True)
-            distinct, numbers = _merge((distinct, found), (numbers, times))
-    return entries, outside, (distinct, numbers), dtype
-
-
-@dataclass(frozen=True)
-class AssembleTask:
-    """Write the samples in the file `rows` of a part from place `first` of the arrays in `output`
-    on.
-
-    `samples`: how many they are; `tables`: work folders of the vocabularies with their reports, or
-    empty where the part's ids are rows already.
-    """
-
-    rows: Path
-    samples: int
-    first: int
-    output: Path
-    tables: Sequence[tuple[Path, TableReport]]
-
-
-def make_arrays(folder: Path, samples: int, id_dtype: np.dtype) -> None:
+def make_arrays(settings: PreprocessSettings, samples: int, table_rows: Sequence[int]) -> None:
     """Files of the final shape for labels uint8, dense float32 and ids, without their values."""
-    shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
-        "labels": (np.dtype(np.uint8), (samples,)),
-        "dense": (np.dtype(np.float32), (samples, INTEGERS)),
-        "ids": (id_dtype, (samples, IDS)),
-    }
-    for name, (dtype, shape) in shapes.items():
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+    for name, dtype, shape in (
+        ("labels", np.uint8, (samples,)),
+        ("dense", np.float32, (samples, INTEGERS)),
+        ("ids", id_dtype(table_rows), (samples, IDS)),
+    ):
+        np.lib.format.open_memmap(Path(settings.output, f"{name}.npy"), "w+", dtype, shape)
 
 
-def assemble_part(task: AssembleTask) -> None:
-    """Write one part's samples, and then remove their file: without it a part is written."""
-    first = task.first
-    for rows in read_rows(task.rows):
+def assemble_part(
+    settings: PreprocessSettings, table_rows: Sequence[int], part: tuple[str, int, int]
+) -> None:
+    """Write one part's samples to their place in the arrays, and then remove their file: without it
+    a part is written. `part`: its name, the place of its first sample, and how many they are."""
+    name, first, _ = part
+    path = part_file(settings, name, ".rows")
+    for rows in read_rows(path):
         ids = rows.ids
         if rows.missing is not None:
-            ids = _rows_of(ids, rows.missing, task.tables)
-        for name, values in (("labels", rows.labels), ("dense", rows.dense), ("ids", ids)):
-            with (task.output / f"{name}.npy").open("r+b") as file:
+            ids = _rows_of(settings, ids, rows.missing, table_rows)
+        for kind, values in (("labels", rows.labels), ("dense", rows.dense), ("ids", ids)):
+            array = Path(settings.output, f"{kind}.npy")
+            with array.open("r+b") as file:  # no map, which a full disk would end with a signal
                 np.lib.format.read_magic(file)
                 np.lib.format.read_array_header_1_0(file)
                 file.seek(file.tell() + first * values[:1].nbytes)
                 values.tofile(file)
         first += len(ids)
-    task.rows.unlink()
+    path.unlink()
 
 
 def _rows_of(
-    values: np.ndarray, missing: np.ndarray, tables: Sequence[tuple[Path, TableReport]]
+    settings: PreprocessSettings,
+    values: np.ndarray,
+    missing: np.ndarray,
+    table_rows: Sequence[int],
 ) -> np.ndarray:
     """Rows `[n, 26]` of id values by the vocabularies."""
-    dtype = max((np.dtype(report.row_dtype) for _, report in tables), key=lambda d: d.itemsize)
-    rows = np.empty(values.shape, dtype=dtype)
-    for table, (folder, report) in enumerate(tables):
-        column = np.ascontiguousarray(values[:, table])
-        found = _look_up(column, folder, report)
+    rows = np.empty(values.shape, id_dtype(table_rows))
+    for table in range(IDS):
+        found = _look_up(values[:, table], table_folder(settings, table))
         found[(missing >> np.uint32(table)) & np.uint32(1) == 1] = MISSING
         rows[:, table] = found
     return rows
 
 
-def _look_up(values: np.ndarray, folder: Path, report: TableReport) -> np.ndarray:
+def _look_up(values: np.ndarray, folder: Path) -> np.ndarray:
     """Rows of `values` `[n]` by the sorted vocabulary of a table; OUT_OF_VOCABULARY for others."""
-    if report.entries == 0 or len(values) == 0:
-        return np.full(len(values), OUT_OF_VOCABULARY, dtype=report.row_dtype)
-    known = np.memmap(folder / "values.bin", np.dtype(report.value_dtype), "r")
-    rows = np.memmap(folder / "rows.bin", np.dtype(report.row_dtype), "r")
-    coded = pa.array(values).dictionary_encode()
+    if not (folder / "ids").stat().st_size or not len(values):
+        return np.full(len(values), OUT_OF_VOCABULARY)
+    known, rows = (
+        np.memmap(folder / "ids", np.uint64, "r"),
+        np.memmap(folder / "rows", np.int64, "r"),
+    )
+    coded = pa.array(np.ascontiguousarray(values)).dictionary_encode()
     distinct, codes = coded.dictionary.to_numpy(), coded.indices.to_numpy()
     order = np.argsort(distinct)  # neighbours lie on the same pages of the vocabulary
-    wanted = distinct[order].astype(known.dtype)
+    wanted = distinct[order].astype(np.uint64)
     places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    found = np.empty(len(distinct), dtype=rows.dtype)
-    found[order] = np.where(known[places] == distinct[order], rows[places], OUT_OF_VOCABULARY)
+    found = np.empty(len(distinct), np.int64)
+    found[order] = np.where(known[places] == wanted, rows[places], OUT_OF_VOCABULARY)
     return found[codes]

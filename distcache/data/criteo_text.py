@@ -15,6 +15,7 @@ import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from distcache.data.criteo_folder import IDS, INTEGERS
-from distcache.data.files import show
+from distcache.data.files import good_lines, show
 from distcache.errors import DataError
 
 FIELDS = 1 + INTEGERS + IDS
@@ -75,8 +76,11 @@ def id_dtype(table_rows: Sequence[int] | None) -> np.dtype:
     return np.dtype(np.int32 if int(max(table_rows)) <= 2**31 else np.int64)
 
 
-def parse_line(line: bytes, table_rows: Sequence[int] | None) -> tuple[int, list[int], list[int]]:
-    """Label, 13 integers and 26 rows or values of one line, without its line end.
+def parse_line(
+    line: bytes, table_rows: Sequence[int] | None
+) -> tuple[int, list[int], list[int], int]:
+    """Label, 13 integers and 26 rows or values of one line, without its line end, and which ids are
+    missing (bit t: that of table t).
 
     An id becomes its hexadecimal value modulo its table's rows, an empty one row 0; without
     `table_rows` its value. A missing integer is 0. Raises DataError that names the field.
@@ -91,7 +95,7 @@ def parse_line(line: bytes, table_rows: Sequence[int] | None) -> tuple[int, list
         )
     if fields[0] not in (b"0", b"1"):
         raise DataError(f"field 1 (label) is {show(fields[0])}, not 0 or 1")
-    integers, ids = [], []
+    integers, ids, missing = [], [], 0
     for index, entry in enumerate(fields[1 : 1 + INTEGERS]):
         number = _INTEGER.fullmatch(entry or b"0")
         if number is None:
@@ -114,7 +118,8 @@ def parse_line(line: bytes, table_rows: Sequence[int] | None) -> tuple[int, list
             )
         value = int(entry or b"0", 16)
         ids.append(value if table_rows is None else value % int(table_rows[index]))
-    return int(fields[0]), integers, ids
+        missing |= (not entry) << index
+    return int(fields[0]), integers, ids, missing
 
 
 def parse_blocks(
@@ -125,9 +130,9 @@ def parse_blocks(
     """The rows of `blocks` of whole lines, piece by piece, each with the text that it is of.
 
     `table_rows`: of the 26 tables, or None for values. A malformed line is left out after
-    `on_error(line number from 0 over all blocks, error)` returned; `on_error` may raise instead.
+    `on_error(line number from 1 over all blocks, error)` returned; `on_error` may raise instead.
     """
-    lines = 0
+    line = 1
     for block in blocks:
         todo = [block]
         while todo:
@@ -137,8 +142,8 @@ def parse_blocks(
             if rows is None and count > _FEW and 0 < cut < len(text):
                 todo += [text[cut:], text[:cut]]
                 continue
-            yield rows or _parse_each(text, table_rows, on_error, lines), text
-            lines += count
+            yield rows or _parse_each(text, table_rows, on_error, line), text
+            line += count
 
 
 def _parse_each(
@@ -148,18 +153,9 @@ def _parse_each(
     first: int,
 ) -> CriteoRows:
     """The rows of lines by their definition; `first`: number of the first line."""
-    labels, integers, ids, missing = [], [], [], []
-    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n"), start=first):
-        try:
-            label, own, values = parse_line(line, table_rows)
-        except DataError as error:
-            on_error(number, error)
-            continue
-        labels.append(label)
-        integers.append(own)
-        ids.append(values)
-        entries = line.removesuffix(b"\r").split(b"\t")[-IDS:]
-        missing.append(sum(1 << table for table, entry in enumerate(entries) if not entry))
+    parse = partial(parse_line, table_rows=table_rows)
+    found = list(good_lines(text, first, parse, on_error))
+    labels, integers, ids, missing = zip(*found, strict=True) if found else ((),) * 4
     wide = table_rows is None and any(max(values) >= 2**32 for values in ids)
     return CriteoRows(
         np.array(labels, dtype=np.uint8),
@@ -185,20 +181,10 @@ def _parse_columns(block: bytes, table_rows: Sequence[int] | None) -> CriteoRows
         return None
     columns = [chunked.combine_chunks() for chunked in table.columns]
     columns = [c.chunk(0) if isinstance(c, pa.ChunkedArray) else c for c in columns]
-    labels, dense = _labels(columns[0]), _dense(columns[1 : 1 + INTEGERS])
-    if labels is None or dense is None:
-        return None
-    ids = _ids(columns[1 + INTEGERS :], table_rows)
-    return None if ids is None else CriteoRows(labels, dense, *ids)
-
-
-def _labels(column: pa.Array) -> np.ndarray | None:
-    """Labels uint8, where every field is `0` or `1`."""
-    offsets, data = _binary(column)
-    if len(data) != len(column) or (np.diff(offsets) != 1).any():
-        return None
-    labels = data - np.uint8(ord("0"))
-    return None if (labels > 1).any() else labels
+    labels = pc.index_in(columns[0], pa.array([b"0", b"1"]))
+    dense = None if labels.null_count else _dense(columns[1 : 1 + INTEGERS])
+    ids = None if dense is None else _ids(columns[1 + INTEGERS :], table_rows)
+    return None if ids is None else CriteoRows(labels.to_numpy().astype(np.uint8), dense, *ids)
 
 
 def _dense(columns: list[pa.Array]) -> np.ndarray | None:
@@ -218,24 +204,20 @@ def _ids(
     """Rows `[n, 26]`; or values, and which are missing (bits of uint32 `[n]`)."""
     count = len(columns[0])
     ids = np.empty((count, IDS), dtype=id_dtype(table_rows))
-    missing = np.zeros(count, dtype=np.uint32) if table_rows is None else None
+    missing = np.zeros(count, dtype=np.uint32)
     for index, column in enumerate(columns):
         offsets, data = _binary(column)
         lengths = np.diff(offsets)
         values = _hexadecimal(lengths, offsets[1:] - offsets[0], data)
         if values is None:
             return None
-        if table_rows is not None:
-            rows = int(table_rows[index])  # in the width of the values where that is exact
-            beyond = rows > np.iinfo(values.dtype).max
-            ids[:, index] = values if beyond else values % values.dtype.type(rows)
-            continue
-        if missing is not None:
+        if table_rows is None:
             missing |= (lengths == 0).astype(np.uint32) << np.uint32(index)
-        if values.dtype == np.uint64 and ids.dtype == np.uint32:
-            ids = ids.astype(np.uint64)
+            ids = ids.astype(np.result_type(ids, values), copy=False)
+        elif int(table_rows[index]) <= np.iinfo(values.dtype).max:  # else they are rows already
+            values = values % values.dtype.type(table_rows[index])
         ids[:, index] = values
-    return ids, missing
+    return ids, missing if table_rows is None else None
 
 
 def _binary(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -6,18 +6,18 @@ import ctypes
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import logging
 import mmap
 import os
 import re
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -121,31 +121,47 @@ def _natural_order(path: Path) -> list[tuple[int, str]]:
 
 def read_text(file: InputFile, block_bytes: int, longest: int) -> Iterator[bytes]:
     """All text of a file, plain or gzip, in blocks of `whole_lines`."""
-    chunks = gunzip if file.gzip else read_range
-    return whole_lines(chunks(file, block_bytes), longest)
+    return whole_lines(read_chunks(file, block_bytes), longest)
 
 
-def read_range(
-    file: InputFile, block_bytes: int, start: int = 0, stop: int | None = None
+def read_chunks(
+    file: InputFile,
+    block_bytes: int,
+    start: int = 0,
+    stop: int | None = None,
+    on_read: Callable[[int], None] | None = None,
 ) -> Iterator[bytes]:
-    """The bytes of the lines that begin in [start, stop) of a plain file, chunk by chunk.
+    """The text of a file in chunks; of a plain one the lines that begin in [start, stop).
 
-    Raises DataError when the file is gone, or no longer what it was.
+    `on_read` hears of the file's bytes that are read so far, compressed ones where it is gzip.
+    Raises DataError when the file is gone, or no longer what it was; for gzip data that break off,
+    with the line, and for those without any text.
     """
+    lines = read = 0
     with file.open() as stream:
-        start = _line_start(stream, file, start)
-        stop = _line_start(stream, file, file.bytes if stop is None else stop)
-        stream.seek(start)
-        while start < stop:
-            try:
-                chunk = stream.read(min(block_bytes, stop - start))
-            except OSError as error:
-                raise DataError(f"{file.path} cannot be read ({error.strerror})") from error
-            if not chunk:
-                break  # shorter than it was
-            start += len(chunk)
-            yield chunk
+        text: BinaryIO | gzip.GzipFile = stream
+        if file.gzip:
+            text, left = gzip.GzipFile(fileobj=stream), sys.maxsize
+        else:
+            begin = _line_start(stream, file, start)
+            left = _line_start(stream, file, file.bytes if stop is None else stop) - begin
+            stream.seek(begin)
+        try:
+            while chunk := text.read(min(block_bytes, left - read)):
+                lines, read = lines + chunk.count(b"\n"), read + len(chunk)
+                if on_read is not None:
+                    on_read(stream.tell())
+                yield chunk
+        except (EOFError, zlib.error, OSError) as error:
+            file.check_unchanged(stream)
+            what = "the gzip data is damaged or cut off" if file.gzip else "it cannot be read"
+            raise DataError(
+                f"{file.path}: {what} at line {lines + 1} or after it ({error}); fetch the file "
+                "again"
+            ) from error
         file.check_unchanged(stream)
+    if file.gzip and not read:
+        raise DataError(f"{file.path} is empty: there is nothing in the gzip data")
 
 
 def _line_start(stream: BinaryIO, file: InputFile, at: int) -> int:
@@ -156,33 +172,6 @@ def _line_start(stream: BinaryIO, file: InputFile, at: int) -> int:
     while (piece := stream.readline(1 << 16)) and not piece.endswith(b"\n"):
         pass
     return min(stream.tell(), file.bytes)
-
-
-def gunzip(
-    file: InputFile, block_bytes: int, on_read: Callable[[int], None] | None = None
-) -> Iterator[bytes]:
-    """The text of a gzip file in chunks; `on_read` hears of compressed bytes read so far.
-
-    Raises DataError that names the file and the line where it breaks off, also for no text at all.
-    """
-    lines, read = 0, 0
-    with file.open() as stream:
-        try:
-            with gzip.GzipFile(fileobj=stream) as text:
-                while chunk := text.read(block_bytes):
-                    lines, read = lines + chunk.count(b"\n"), read + len(chunk)
-                    if on_read is not None:
-                        on_read(stream.tell())
-                    yield chunk
-        except (EOFError, zlib.error, OSError) as error:
-            file.check_unchanged(stream)
-            raise DataError(
-                f"{file.path}: the gzip data is damaged or cut off at line {lines + 1} or after it "
-                f"({error}); fetch the file again"
-            ) from error
-        file.check_unchanged(stream)
-    if not read:
-        raise DataError(f"{file.path} is empty: there is nothing in the gzip data")
 
 
 def whole_lines(chunks: Iterable[bytes], longest: int) -> Iterator[bytes]:
@@ -204,6 +193,29 @@ def whole_lines(chunks: Iterable[bytes], longest: int) -> Iterator[bytes]:
         yield rest
 
 
+T = TypeVar("T")
+
+
+def good_lines(
+    text: bytes,
+    first: int,
+    parse: Callable[[bytes], T],
+    on_error: Callable[[int, DataError], None],
+) -> Iterator[T]:
+    """What `parse` makes of each line of `text`; `on_error` hears of those that it refuses.
+
+    `first`: number of the first line.
+    """
+    lines = text.removesuffix(b"\n").split(b"\n") if text else []
+    for number, line in enumerate(lines, start=first):
+        try:
+            found = parse(line)
+        except DataError as error:
+            on_error(number, error)
+        else:
+            yield found
+
+
 SHOWN = 10
 """Bad lines that a report quotes."""
 
@@ -211,17 +223,17 @@ SHOWN = 10
 class BadLines:
     """What becomes of malformed lines: an error, or a count with the first ten in the log."""
 
-    def __init__(self, on_bad_line: str) -> None:
-        self.skip = on_bad_line == "skip"
+    def __init__(self, on_bad_line: str, key: str = "data.on_bad_line") -> None:
+        self.skip, self._key = on_bad_line == "skip", key
         self.count = 0
         self.first: list[str] = []
 
-    def add(self, path: Path, line: int, what: str) -> None:
+    def add(self, path: Path, line: int, why: DataError | str) -> None:
         """Line `line` (from 1) of `path` is left out; DataError where that is not wanted."""
-        message = f"{path}:{line}: {what}"
+        message = f"{path}:{line}: {why}"
         if not self.skip:
             raise DataError(
-                f"{message}; correct the line, or leave such lines out with data.on_bad_line=skip"
+                f"{message}; correct the line, or leave such lines out with {self._key}=skip"
             )
         self.count += 1
         if len(self.first) < SHOWN:
@@ -283,34 +295,28 @@ _CHUNK = 1 << 20
 
 
 def unpack(
-    file: InputFile, path: Path, part_bytes: int, longest: int, done: Callable[[int], bool]
-) -> Iterator[tuple[InputFile | None, int]]:
-    """The pieces of a gzip file, each with its compressed bytes: whole lines of about `part_bytes`,
-    cut at the same places in every run.
+    file: InputFile, paths: Iterable[Path], part_bytes: int, longest: int
+) -> Iterator[tuple[Path, int]]:
+    """Unpack a gzip file into `paths`: pieces of whole lines of about `part_bytes`, cut at the same
+    places in every run, each when it is asked for; its path, and its compressed bytes.
 
-    A piece is unpacked into `path` with its number as suffix when it is asked for, None where it is
-    `done`; who has read it removes it. Lines are cut as by `whole_lines`. Raises DataError for a
-    damaged file, after its earlier pieces.
+    Lines are cut as by `whole_lines`. Raises DataError for a damaged file, after earlier pieces.
     """
-    read = told = 0
-
-    def on_read(at: int) -> None:
-        nonlocal read
-        read = at
-
-    blocks = whole_lines(gunzip(file, min(_CHUNK, part_bytes), on_read), longest)
-    for number in itertools.count():
-        piece, size, known = path.with_suffix(f".{number}"), 0, done(number)
-        with open(os.devnull if known else piece, "wb") as to:
+    read, told = [0], 0
+    chunks = read_chunks(file, min(_CHUNK, part_bytes), on_read=read.append)
+    blocks = whole_lines(chunks, longest)
+    for path in paths:
+        size = 0
+        with path.open("wb") as to:
             for block in blocks:
                 size += to.write(block)
                 if size >= part_bytes:
                     break
         if not size:
-            piece.unlink(missing_ok=True)
+            path.unlink()
             return
-        yield None if known else inspect(piece), read - told
-        told = read
+        yield path, read[-1] - told
+        told = read[-1]
 
 
 # The kernel kills a process that touches a mapped page beyond the end of its file (SIGBUS), and no

@@ -11,14 +11,23 @@ import math
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
-from distcache.data.files import BadLines, InputFile, digest_of, find_files, read_text, show
+from distcache.data.files import (
+    BadLines,
+    InputFile,
+    digest_of,
+    find_files,
+    good_lines,
+    read_text,
+    show,
+)
 from distcache.data.samplers import SampleOrder, Subset, hash_counters, key_of
 from distcache.errors import DataError
 
@@ -28,26 +37,16 @@ _LINE = re.compile(rb"[ \t]*0*[0-9]{1,18}([ \t]+0*[0-9]{1,18})+[ \t]*")
 _ID = re.compile(rb"0*[0-9]{1,18}")
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _FIELDS = ("user", "item", "rating", "time")
+FEATURES = _FIELDS[:2]
 _BLOCK_BYTES = 16 << 20
 LONGEST = 64 << 20
 """Bytes of the longest line; a longer one is malformed."""
 _TOO_LONG = f"the line is longer than {LONGEST >> 20} MiB"
 
 
-@dataclass(frozen=True)
-class Interactions:
-    """P interactions in file order: `users`, `items` int64 `[P]`; `ratings`, `times` float64
-    `[P]`, or None where the files have none."""
-
-    users: np.ndarray
-    items: np.ndarray
-    ratings: np.ndarray | None = None
-    times: np.ndarray | None = None
-
-    def take(self, keep: np.ndarray) -> Interactions:
-        """Those that a mask or an index names."""
-        parts = (self.users, self.items, self.ratings, self.times)
-        return Interactions(*(None if part is None else part[keep] for part in parts))
+_NUMBERS = (np.int64, np.int64, np.float64, np.float64)
+INTERACTION = np.dtype(list(zip(_FIELDS, _NUMBERS, strict=True)))
+"""An interaction; rating and time are 0 where the files have none."""
 
 
 def line_numbers(line: bytes) -> list[int]:
@@ -78,13 +77,17 @@ def _csv_hint(line: bytes) -> str:
     return ""
 
 
-def csv_numbers(line: bytes, delimiter: bytes, fields: int) -> tuple[int, int, float, float]:
+def csv_numbers(
+    line: bytes, delimiter: bytes, fields: int, header: bytes | None = None
+) -> tuple[int, int, float, float]:
     """User, item, rating and time (0 where the line has none) of one line of `fields` fields.
 
     Raises DataError that says what is wrong; an id beyond 2^53 - 1 is not held by float64.
     """
     if len(line) > LONGEST:
         raise DataError(_TOO_LONG)
+    if line == header:
+        raise DataError("the header stands here again")
     parts = line.split(delimiter)
     if len(parts) != fields:
         raise DataError(
@@ -110,27 +113,24 @@ def _whole(digits: bytes) -> int:
     return int(digits[-18:])
 
 
-def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> Interactions:
-    """The interactions of files of lines `user item item ...`."""
+def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> np.ndarray:
+    """The interactions `[P]` of files of lines `user item item ...`, in file order."""
     users, items = array("q"), array("q")
     for file in files:
         for first, block in _blocks(file):
-            for number, line in enumerate(block.split(b"\n")[:-1], start=first):
-                try:
-                    user, *own = line_numbers(line)
-                except DataError as error:
-                    bad.add(file.path, number, str(error))
-                    continue
+            for user, *own in good_lines(block, first, line_numbers, partial(bad.add, file.path)):
                 items.extend(own)
                 users.extend([user] * len(own))
-    return Interactions(np.array(users, dtype=np.int64), np.array(items, dtype=np.int64))
+    found = np.zeros(len(users), INTERACTION)
+    found["user"], found["item"] = users, items
+    return found
 
 
-def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Interactions:
-    """The interactions of CSV files; a first line without a single number is a header.
-
-    All files have the number of fields (2 to 4) of the first line of the first.
-    """
+def read_csv(
+    files: Sequence[InputFile], delimiter: str, bad: BadLines
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The interactions `[P]` of CSV files, in file order, and the fields that these have (2 to 4),
+    as many as the first line of the first; a first line without a single number is a header."""
     separator, fields = delimiter.encode(), 0
     parts: list[np.ndarray] = []
     for file in files:
@@ -148,19 +148,15 @@ def read_csv(files: Sequence[InputFile], delimiter: str, bad: BadLines) -> Inter
                     header, block, first = line, after, 2
             numbers = _fast_block(block, separator, fields)
             if numbers is None:
-                good = []
-                for number, line in enumerate(block.split(b"\n")[:-1], start=first):
-                    try:
-                        if line == header:
-                            raise DataError("the header stands here again")
-                        good.append(csv_numbers(line, separator, fields))
-                    except DataError as error:
-                        bad.add(file.path, number, str(error))
+                parse = partial(csv_numbers, delimiter=separator, fields=fields, header=header)
+                good = list(good_lines(block, first, parse, partial(bad.add, file.path)))
                 numbers = np.array(good, dtype=np.float64).reshape(-1, 4)
             parts.append(numbers)
-    whole = np.concatenate(parts) if parts else np.zeros((0, 4))
-    extra = [whole[:, at] if fields > at else None for at in (2, 3)]
-    return Interactions(whole[:, 0].astype(np.int64), whole[:, 1].astype(np.int64), *extra)
+    whole = np.concatenate(parts)
+    found = np.empty(len(whole), INTERACTION)
+    for at, name in enumerate(_FIELDS):
+        found[name] = whole[:, at]
+    return found, _FIELDS[:fields]
 
 
 def _blocks(file: InputFile) -> Iterator[tuple[int, bytes]]:
@@ -203,7 +199,6 @@ def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | Non
     return numbers if good else None
 
 
-FEATURES = ("user", "item")
 _DRAWS = 16
 """Draws for one negative; the last one stays even if the user has that item."""
 
@@ -254,35 +249,33 @@ class InteractionsSource(SlicedSource):
         self.spec = spec
         self.bad_lines = BadLines(spec.on_bad_line)
         found, self.table_rows = self._in_tables(self._read())
-        held_out = self._held_out(found)
-        train, rest = found.take(~held_out), found.take(held_out)
-        if not len(train.users):
+        train, rest = self._split(found)
+        if not len(train):
             raise DataError(
-                f"data.path={spec.paths}: {len(found.users)} interactions leave none to train on; "
+                f"data.path={spec.paths}: {len(found)} interactions leave none to train on; "
                 "lower data.held_out or data.min_rating, or give more lines"
             )
-        if rest.times is not None:
-            rest = rest.take(np.argsort(rest.times, kind="stable"))
-        self._train, self._eval = train, rest
+        parts = [np.ascontiguousarray(part[name]) for part in (train, rest) for name in FEATURES]
+        self._train, self._eval = parts[:2], parts[2:]  # users and items
         # Items to draw, each entry alike; user * items + item of training and of all positives.
-        self._pool = np.unique(train.items) if spec.sampling == "uniform" else train.items
+        self._pool = np.unique(parts[1]) if spec.sampling == "uniform" else parts[1]
         items = self.table_rows[1]
-        self._known = np.unique(train.users * items + train.items)
-        self._everything = np.union1d(self._known, rest.users * items + rest.items)
+        self._known = np.unique(parts[0] * items + parts[1])
+        self._everything = np.union1d(self._known, parts[2] * items + parts[3])
         self.identity = {
-            "data.path": digest_of(train.users, train.items, self._eval.users, self._eval.items),
+            "data.path": digest_of(*parts),
             "data.negatives": str(spec.negatives),
             "data.negative_sampling": spec.sampling,
         }
         self.vocabulary = "ids"  # the data's own numbers
         each = 1 + spec.negatives
-        self.order = SampleOrder(len(train.users) * each, key_of(spec.seed, 0))
-        super().__init__(len(train.users) * each, len(rest.users) * each, spec.global_batch_size)
-        users, items = len(np.unique(found.users)), len(np.unique(found.items))
+        self.order = SampleOrder(len(train) * each, key_of(spec.seed, 0))
+        super().__init__(len(train) * each, len(rest) * each, spec.global_batch_size)
+        users, items = (len(np.unique(found[name])) for name in FEATURES)
         logger.info(
-            f"{len(found.users)} interactions of {users} users with {items} items: "
-            f"{len(train.users)} train, {len(rest.users)} are held out, {spec.negatives} negatives "
-            f"each; tables of {self.table_rows[0]} and {self.table_rows[1]} rows"
+            f"{len(found)} interactions of {users} users with {items} items: {len(train)} train, "
+            f"{len(rest)} are held out, {spec.negatives} negatives each; tables of "
+            f"{self.table_rows[0]} and {self.table_rows[1]} rows"
         )
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
@@ -303,7 +296,7 @@ class InteractionsSource(SlicedSource):
         """Ids of some samples, and which of them are positives; `epoch` None: held-out ones."""
         positives = self._eval if epoch is None else self._train
         which, place = np.divmod(samples, 1 + self.spec.negatives)
-        users, items = positives.users[which], positives.items[which].copy()
+        users, items = (column[which] for column in positives)
         negative = np.flatnonzero(place)
         items[negative] = self._negatives(users[negative], samples[negative], epoch)
         values = torch.from_numpy(np.concatenate((users, items)))
@@ -329,40 +322,40 @@ class InteractionsSource(SlicedSource):
                 break
         return drawn
 
-    def _read(self) -> Interactions:
+    def _read(self) -> np.ndarray:
         """All interactions in file order, those rated too low left out."""
-        spec = self.spec
+        spec, fields = self.spec, FEATURES
         files = find_files("data.path", spec.paths, "a file of interactions")
         kind = spec.format
         if kind == "auto":
             name = files[0].path.name.removesuffix(".gz")
             kind = "csv" if name.endswith(".csv") else "lines"
         if kind == "csv":
-            found = read_csv(files, spec.delimiter, self.bad_lines)
+            found, fields = read_csv(files, spec.delimiter, self.bad_lines)
         else:
             found = read_user_lines(files, self.bad_lines)
         self.bad_lines.report()
         for key, wanted, column in (
-            ("min_rating", spec.min_rating is not None, found.ratings),
-            ("held_out_by=time", spec.held_out_by == "time", found.times),
+            ("min_rating", spec.min_rating is not None, "rating"),
+            ("held_out_by=time", spec.held_out_by == "time", "time"),
         ):
-            if wanted and column is None:
+            if wanted and column not in fields:
                 raise DataError(
                     f"data.{key} was set, but {files[0].path} has no such column: give a CSV of "
                     "user, item, rating, time, or leave the key out"
                 )
-        if found.ratings is not None and spec.min_rating is not None:
-            found = found.take(found.ratings >= spec.min_rating)
-        if not len(found.users):
+        if spec.min_rating is not None:
+            found = found[found["rating"] >= spec.min_rating]
+        if not len(found):
             raise DataError(
                 f"data.path: {files[0].path} has no interaction that could be used "
                 f"(data.min_rating={spec.min_rating}; {self.bad_lines.example()})"
             )
         return found
 
-    def _in_tables(self, found: Interactions) -> tuple[Interactions, tuple[int, int]]:
+    def _in_tables(self, found: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
         """The interactions with every id inside its table, and the rows of both tables."""
-        spec, largest = self.spec, (int(found.users.max()), int(found.items.max()))
+        spec, largest = self.spec, [int(found[name].max()) for name in FEATURES]
         users, items = (int(rows) for rows in spec.table_rows or (at + 1 for at in largest))
         if users * items >= 2**62:
             raise DataError(
@@ -377,21 +370,19 @@ class InteractionsSource(SlicedSource):
                     "(data.table_rows); leave data.table_rows out, or take such ids modulo the "
                     "rows with data.on_bad_id=hash"
                 )
-        inside = replace(found, users=found.users % users, items=found.items % items)
-        return inside, (users, items)
+            found[name] %= rows
+        return found, (users, items)
 
-    def _held_out(self, found: Interactions) -> np.ndarray:
-        """A mask of the held-out interactions."""
-        count = len(found.users)
-        mask = np.zeros(count, dtype=bool)
-        if self.spec.held_out_by == "time" and found.times is not None:
-            order, rest = np.argsort(found.times, kind="stable"), int(count * self.spec.held_out)
-            latest = order[count - rest :]
-            mask[latest] = True
-            return mask
-        times = np.zeros(count) if found.times is None else found.times
-        order = np.lexsort((np.arange(count), times, found.users))
-        _, first, each = np.unique(found.users[order], return_index=True, return_counts=True)
-        last = first + each - 1
-        mask[order[last[each > 1]]] = True
-        return mask
+    def _split(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those to train on, in file order, and the held-out ones in order of time."""
+        count, by_time = len(found), np.argsort(found["time"], kind="stable")
+        if self.spec.held_out_by == "time":
+            latest = by_time[count - int(count * self.spec.held_out) :]
+        else:
+            order = np.lexsort((found["time"], found["user"]))
+            users = found["user"][order]
+            again = users[1:] == users[:-1]
+            latest = order[np.append(False, again) & np.append(~again, True)]
+        held_out = np.zeros(count, dtype=bool)
+        held_out[latest] = True
+        return found[~held_out], found[by_time[held_out[by_time]]]

@@ -8,14 +8,12 @@ import logging
 import os
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, unloaded
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
 from distcache.data.files import InputFile, find_files
 from distcache.data.samplers import RowGroupOrder, SampleOrdering, Subset, key_of
 from distcache.errors import ConfigError, DataError
@@ -185,65 +183,61 @@ class Column:
 
     def dense(self) -> np.ndarray:
         """Dense values float64 `[n]` that float32 can hold."""
-        values, missing = _floats(self.values)
-        self._refuse_nulls(missing)
+        values = self._floats(self.values)
         if self.spec.dense_transform == "log1p":
             values = np.log1p(np.maximum(values, 0.0))
-        self.refuse(
-            np.abs(values) > np.finfo(np.float32).max,
-            lambda at: f"{values[at]} is not a finite number of float32; correct the data",
-        )
-        return values
+        return self._of_float32(values)
 
     def bags(self, rows: int, weights: Column | None = None) -> BagColumn:
         """The bags of an id column over a table of `rows` rows; `weights`: of each id, or None."""
-        flat, lengths = self._flat()
-        row_of = _rows_of(lengths, len(self.values))
+        flat, row_of = self._flat()
         ids, missing = self._ids(flat, rows, row_of)
-        weight = None if weights is None else weights._weights(lengths)
+        weight = None if weights is None else weights._weights(row_of)
         self._refuse_nulls(missing, row_of)
         if self.spec.nulls == "empty" and missing.any():
-            lengths = np.bincount(row_of[~missing], minlength=len(self.values))
-            ids, weight = ids[~missing], None if weight is None else weight[~missing]
-        offsets = None if lengths is None else np.concatenate(([0], np.cumsum(lengths)))
+            ids, row_of = ids[~missing], row_of[~missing]
+            weight = None if weight is None else weight[~missing]
+        lengths = np.bincount(row_of, minlength=len(self.values))
+        offsets = None if (lengths == 1).all() else np.concatenate(([0], np.cumsum(lengths)))
         return BagColumn(ids.astype(np.int32 if rows <= 2**31 else np.int64), offsets, weight)
 
     def _refuse_nulls(self, missing: np.ndarray, row_of: np.ndarray | None = None) -> None:
         if self.spec.nulls == "error":
             self.refuse(missing, lambda at: _NULL, row_of)
 
-    def _flat(self) -> tuple[pa.Array, np.ndarray | None]:
-        """The values in a row and the lengths of the lists int64 `[n]`; None if there are none."""
+    def _flat(self) -> tuple[pa.Array, np.ndarray]:
+        """The values in a row, those of lists too, and the row of the column that each is of."""
         column = self.values
         if not kind_of(column.type)[1]:
-            return column, None
+            return column, np.arange(len(column))
         self._refuse_nulls(column.is_null().to_numpy(zero_copy_only=False))
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        return column.flatten(), lengths.astype(np.int64)
+        return column.flatten(), np.repeat(np.arange(len(column)), lengths)
 
-    def _weights(self, lengths: np.ndarray | None) -> np.ndarray:
-        """Weights float64, one per id, for bags of `lengths` (None: one id each)."""
+    def _weights(self, row_of: np.ndarray) -> np.ndarray:
+        """Weights float64, one for each of the ids that are of the rows `row_of`."""
         flat, own = self._flat()
-        kinds = ("one number", "a list")
+        found, wanted = (np.bincount(rows, minlength=len(self.values)) for rows in (own, row_of))
         self.refuse(
-            np.array([(own is None) != (lengths is None)]),
-            lambda at: (
-                f"the weights are {kinds[own is not None]} per sample, the ids are "
-                f"{kinds[lengths is not None]}: give one weight for each id"
-            ),
+            found != wanted,
+            lambda at: f"{found[at]} weights for {wanted[at]} ids: give one weight for each id",
         )
-        if own is not None and lengths is not None:
-            self.refuse(
-                own != lengths,
-                lambda at: f"{own[at]} weights for {lengths[at]} ids: give one weight for each id",
-            )
-        values, missing = _floats(flat)
-        far = np.abs(values) > np.finfo(np.float32).max
-        text = "the weight {} is not a finite number of float32; correct the data"
+        return self._of_float32(self._floats(flat, own), own)
+
+    def _floats(self, flat: pa.Array, row_of: np.ndarray | None = None) -> np.ndarray:
+        """Values float64, 0 where null or NaN."""
+        values, missing = _decoded(flat)
+        values = values.astype(np.float64)
+        missing = missing | np.isnan(values)
+        self._refuse_nulls(missing, row_of)
+        return np.where(missing, 0.0, values)
+
+    def _of_float32(self, values: np.ndarray, row_of: np.ndarray | None = None) -> np.ndarray:
+        """`values`, every one of which float32 can hold."""
         self.refuse(
-            far | (missing if self.spec.nulls == "error" else False),
-            lambda at: _NULL if missing[at] else text.format(values[at]),
-            _rows_of(own, len(self.values)),
+            np.abs(values) > np.finfo(np.float32).max,
+            lambda at: f"{values[at]} is not a finite number of float32; correct the data",
+            row_of,
         )
         return values
 
@@ -294,11 +288,6 @@ class Column:
         return ids, missing
 
 
-def _rows_of(lengths: np.ndarray | None, count: int) -> np.ndarray:
-    """The row of each value in lists of `lengths`; None: one value in each of `count` rows."""
-    return np.arange(count) if lengths is None else np.repeat(np.arange(count), lengths)
-
-
 def _decoded(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Values `[n]` (0 where null) and a mask of the nulls."""
     if pa.types.is_dictionary(column.type):
@@ -308,45 +297,6 @@ def _decoded(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     missing = column.is_null().to_numpy(zero_copy_only=False)
     filled = pc.fill_null(column, pa.scalar(0, column.type)) if missing.any() else column
     return filled.to_numpy(zero_copy_only=False), missing
-
-
-def _floats(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Values float64 `[n]`, 0 where null or NaN, and a mask of these."""
-    values, missing = _decoded(column)
-    values = values.astype(np.float64)
-    missing = missing | np.isnan(values)
-    return np.where(missing, 0.0, values), missing
-
-
-T = TypeVar("T")
-
-
-class BlockCache(Generic[T]):
-    """Keeps the blocks that were used last, of at most `samples` samples in all, and always one.
-
-    May be used by several threads; a block is decoded once at a time.
-    """
-
-    def __init__(self, samples: int) -> None:
-        self._limit, self._held = samples, 0
-        self._blocks: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        self._lock = threading.Lock()
-        self.decoded = 0
-
-    def get(self, key: Hashable, samples: int, decode: Callable[[], T]) -> T:
-        """The block `key` of `samples` samples, decoded where it is not here (`decoded` counts)."""
-        with self._lock:
-            known = self._blocks.get(key)
-            if known is not None:
-                self._blocks.move_to_end(key)
-                return known[0]
-            while self._blocks and self._held + samples > self._limit:
-                self._held -= self._blocks.popitem(last=False)[1][1]
-            block = decode()
-            self._blocks[key] = (block, samples)
-            self._held += samples
-            self.decoded += 1
-            return block
 
 
 def has_checksum(page: bytes) -> bool:
@@ -422,12 +372,13 @@ class ParquetFiles:
                 found.update(f"{file.bytes} {length} ".encode() + stream.read(length))
         return found.hexdigest()
 
-    def read(self, group: RowGroup, columns: Sequence[str]) -> Mapping[str, Column]:
-        """Some columns of a row group, whole, by name."""
-        file = self.files[group.file]
+    def read(self, index: int, columns: Sequence[str]) -> Mapping[str, Column]:
+        """Some columns of row group `index`, whole, by name."""
+        group = self.row_groups[index]
+        file, columns = self.files[group.file], list(dict.fromkeys(columns))
         with self._lock, _reading(file):
             opened = self._opened(file)
-            table = opened.read_row_group(group.number, list(columns), use_threads=False)
+            table = opened.read_row_group(group.number, columns, use_threads=False)
             table.validate(full=True)  # damaged text and dictionaries
         file.check_unchanged()
         found = {name: table.column(name).unify_dictionaries().combine_chunks() for name in columns}
@@ -525,15 +476,22 @@ class ParquetSource(SlicedSource):
                 f"data.path: {files[0].path} leaves nothing to train on: {int(rows.sum())} rows, "
                 "of which all are held out; lower data.held_out or give more rows"
             )
-        self._split(rows, train)
+        self.first_held_out = train
+        self._edges = np.concatenate(([0], np.cumsum(rows)))
+        cut = int(np.searchsorted(self._edges, train)) - 1  # the row group that is divided
+        sizes = [*rows[:cut].tolist(), train - int(self._edges[cut])]
+        self.order = RowGroupOrder(sizes, spec.seed, spec.shuffle_rows)
+        super().__init__(train, int(rows.sum()) - train, spec.global_batch_size)
         self.vocabulary = f"parquet columns, strings by {spec.string_ids}"
         self.identity = self._identity(train)
-        limit = self.order.widest + int(rows.max())
-        self._ids, self._rest = BlockCache[list[BagColumn]](limit), BlockCache[tuple](limit)
+        # Those of the largest window, and one more.
+        kept = 1 + -(-self.order.widest // int(rows.mean()))
+        self._ids = lru_cache(kept)(partial(_ids_of, self.files))
+        self._rest = lru_cache(kept)(partial(_dense_of, self.files))
         logger.info(
             "%d Parquet files with %d row groups: %d samples train, %d are held out; a rank keeps "
-            "at most %d decoded samples",
-            *(len(files), len(groups), train, int(rows.sum()) - train, limit),
+            "at most %d decoded row groups",
+            *(len(files), len(groups), train, int(rows.sum()) - train, kept),
         )
         if self.files.unchecked:
             logger.info(
@@ -555,69 +513,25 @@ class ParquetSource(SlicedSource):
         found["data.weight_columns"] = str(sorted(spec.weight_columns.items()))
         return found
 
-    def _split(self, rows: np.ndarray, train: int) -> None:
-        """Orders of the first `train` samples and of those after them."""
-        ends = np.cumsum(rows)
-        cut = int(np.searchsorted(ends, train, side="left"))  # the row group that is divided
-        inside = train - int(ends[cut] - rows[cut])
-        sizes = [*rows[:cut].tolist(), inside]
-        self.order = RowGroupOrder(sizes, self.spec.seed, self.spec.shuffle_rows)
-        rest = cut if inside < rows[cut] else cut + 1
-        self._eval_group, self._eval_skip = rest, inside if rest == cut else 0
-        held_out = rows[rest:].copy()
-        if len(held_out):
-            held_out[0] -= self._eval_skip
-        self._eval_order = RowGroupOrder(held_out.tolist(), self.spec.seed, 0)
-        super().__init__(self.order.samples, self._eval_order.samples, self.spec.global_batch_size)
-
     def in_file_order(self) -> ParquetSource:
         """The same samples, not shuffled."""
         return ParquetSource(replace(self.spec, shuffle_rows=0))
 
     def read(self, part: BatchSlice) -> Batch:
         """See `SlicedSource.read`; the order inside a global batch is the same for all slices."""
+        if part.kind != "train":
+            return super().read(part)
         span = part.span
-        if part.kind == "train":
-            groups, samples = self.order.places(span.epoch, span.start, span.stop)
-        else:
-            groups, samples = self._eval_order.places(0, span.start, span.stop)
-            samples += np.where(groups == 0, self._eval_skip, 0)
-            groups = groups + self._eval_group
-        return self._batch(groups[part.low : part.high], samples[part.low : part.high], part)
-
-    def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
-        """See `SlicedSource.take`."""
-        return self._batch(*self.order.locate(samples), part)
+        samples = self.order.positions(span.epoch, span.start, span.stop)
+        return self.take(samples[part.low : part.high], part)
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
-        return self.ids(*self.order.locate(samples))
-
-    def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
-        """See `SlicedSource.order_of`: windows hold as many row groups as those of all samples."""
-        share = chosen.count / max(self.order.samples, 1)
-        window = max(1, int(self.spec.shuffle_rows * share)) if self.spec.shuffle_rows else 0
-        sizes = np.diff(chosen.before(self.order.edges))
-        return RowGroupOrder(sizes.tolist(), key_of(self.spec.seed, 0, which), window)
-
-    def _batch(self, groups: np.ndarray, samples: np.ndarray, part: BatchSlice) -> Batch:
-        """Rows `samples` of row groups `groups`."""
-        count = len(samples)
-        return part.batch(
-            unloaded(count, self.dense_features),
-            self.ids(groups, samples),
-            unloaded(count),
-            lambda: self.dense_and_labels(groups, samples),
-        )
-
-    def ids(self, groups: np.ndarray, samples: np.ndarray) -> JaggedIds:
-        """The bags of some samples, given as row groups and rows in them; reads ids alone."""
-        used, where = _by_group(groups)
-        held = [self._ids_of(group) for group in used]
-        parts = []
+        used, places, inside = self._by_group(samples)
+        held, parts = [self._ids(group) for group in used], []
         for feature in range(len(self.features)):
-            wanted = [(block[feature], samples[at]) for block, at in zip(held, where, strict=True)]
-            parts.append(_gather(wanted, where))
+            wanted = [(block[feature], at) for block, at in zip(held, inside, strict=True)]
+            parts.append(_gather(wanted, places))
         lengths = torch.from_numpy(np.concatenate([part[1] for part in parts]))
         weights = None
         if self.spec.weight_columns:  # ids of a feature without weights have the weight 1
@@ -626,47 +540,55 @@ class ParquetSource(SlicedSource):
         values = torch.from_numpy(np.concatenate([ids for ids, _, _ in parts]))
         return JaggedIds.of_lengths(self.features, values, lengths, weights)
 
-    def dense_and_labels(
-        self, groups: np.ndarray, samples: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense features `[b, F_dense]` and labels `[b]` of some samples; reads these alone."""
+    def order_of(self, chosen: Subset, which: int) -> SampleOrdering:
+        """See `SlicedSource.order_of`: windows hold as many row groups as those of all samples."""
+        share = chosen.count / max(self.order.samples, 1)
+        window = max(1, int(self.spec.shuffle_rows * share)) if self.spec.shuffle_rows else 0
+        sizes = np.diff(chosen.before(self.order.edges))
+        return RowGroupOrder(sizes.tolist(), key_of(self.spec.seed, 0, which), window)
+
+    def dense_and_labels(self, samples: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlicedSource.dense_and_labels`; reads these alone."""
         dense = torch.empty(len(samples), self.dense_features, dtype=self.spec.dtype)
         labels = torch.empty(len(samples), dtype=self.spec.dtype)
-        used, where = _by_group(groups)
-        for group, at in zip(used, where, strict=True):
-            own_dense, own_labels = self._dense_of(group)
-            dense.numpy()[at] = own_dense[samples[at]]
-            labels.numpy()[at] = own_labels[samples[at]]
+        for group, at, inside in zip(*self._by_group(samples), strict=True):
+            own_dense, own_labels = self._rest(group)
+            dense.numpy()[at] = own_dense[inside]
+            labels.numpy()[at] = own_labels[inside]
         return dense, labels
 
-    def _ids_of(self, index: int) -> list[BagColumn]:
-        """The decoded id columns of a row group."""
-        group, spec = self.files.row_groups[index], self.spec
+    def _by_group(
+        self, samples: np.ndarray
+    ) -> tuple[list[int], list[np.ndarray], list[np.ndarray]]:
+        """The distinct row groups of some samples, ascending; of each one's samples, where in the
+        batch they stand, and where in the row group."""
+        if not len(samples):
+            return [], [], []
+        groups = np.searchsorted(self._edges, samples, side="right") - 1
+        used, counts = np.unique(groups, return_counts=True)
+        places = np.split(np.argsort(groups, kind="stable"), np.cumsum(counts)[:-1])
+        inside = [samples[at] - self._edges[group] for group, at in zip(used, places, strict=True)]
+        return used.tolist(), places, inside
 
-        def decode() -> list[BagColumn]:
-            weights = spec.weight_columns
-            names = dict.fromkeys((*spec.id_columns, *weights.values()))
-            columns = self.files.read(group, list(names))
-            return [
-                columns[name].bags(rows, columns[weights[name]] if name in weights else None)
-                for name, rows in zip(spec.id_columns, self.table_rows, strict=True)
-            ]
 
-        return self._ids.get(index, group.rows, decode)
+def _ids_of(files: ParquetFiles, index: int) -> list[BagColumn]:
+    """The decoded id columns of a row group."""
+    spec, weights = files.spec, files.spec.weight_columns
+    columns = files.read(index, (*spec.id_columns, *weights.values()))
+    return [
+        columns[name].bags(rows, columns[weights[name]] if name in weights else None)
+        for name, rows in zip(spec.id_columns, spec.table_rows, strict=True)
+    ]
 
-    def _dense_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The decoded dense features `[rows, F_dense]` and labels `[rows]` of a row group."""
-        group, spec = self.files.row_groups[index], self.spec
 
-        def decode() -> tuple[np.ndarray, np.ndarray]:
-            names = dict.fromkeys((spec.label_column, *spec.dense_columns))
-            columns = self.files.read(group, list(names))
-            dense = np.ones((group.rows, self.dense_features), dtype=np.float32)
-            for at, name in enumerate(spec.dense_columns):
-                dense[:, at] = columns[name].dense()
-            return dense, columns[spec.label_column].labels()
-
-        return self._rest.get(index, group.rows, decode)
+def _dense_of(files: ParquetFiles, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """The decoded dense features `[rows, F_dense]` and labels `[rows]` of a row group."""
+    spec = files.spec
+    columns = files.read(index, (spec.label_column, *spec.dense_columns))
+    dense = np.ones((files.row_groups[index].rows, max(1, len(spec.dense_columns))), np.float32)
+    for at, name in enumerate(spec.dense_columns):
+        dense[:, at] = columns[name].dense()
+    return dense, columns[spec.label_column].labels()
 
 
 def _gather(
@@ -686,12 +608,3 @@ def _gather(
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     joined = BagColumn(ids, offsets, np.concatenate(weights) if weights else None)
     return joined.take(np.argsort(np.concatenate([none, *places])))
-
-
-def _by_group(groups: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
-    """The distinct row groups, ascending, and where in the batch each one's samples stand."""
-    if not len(groups):
-        return [], []
-    used, counts = np.unique(groups, return_counts=True)
-    order = np.argsort(groups, kind="stable")
-    return used.tolist(), np.split(order, np.cumsum(counts)[:-1])

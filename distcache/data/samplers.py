@@ -101,12 +101,6 @@ class BatchSpans:
         return SampleSpan(epoch, start, stop if self.samples is None else min(stop, self.samples))
 
 
-def _check_positions(start: int, stop: int, samples: int | None) -> None:
-    """DataError for positions beyond an epoch of `samples` (None: without end)."""
-    if start < 0 or stop < start or (samples is not None and stop > samples):
-        raise DataError(f"positions [{start}, {stop}) do not lie in an epoch of {samples} samples")
-
-
 class SampleOrder:
     """The order in which an epoch visits `samples` samples (None: unlimited, in counting order)."""
 
@@ -121,10 +115,8 @@ class SampleOrder:
     def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`.
 
-        Over a whole epoch every sample in [0, samples) appears once. Raises DataError for
-        positions beyond the epoch.
+        Over a whole epoch every sample in [0, samples) appears once.
         """
-        _check_positions(start, stop, self.samples)
         where = np.arange(start, stop, dtype=np.int64)
         if not self.shuffle:
             return where
@@ -168,7 +160,6 @@ class BlockOrder:
         """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`."""
         if self._all is not None:
             return self._all.positions(epoch, start, stop)
-        _check_positions(start, stop, self.samples)
         shift = key_of(self.seed, 2, epoch) % self.samples
         pools = range(start // self._pool, -(-stop // self._pool))
         parts = [self._in_pool(epoch, pool, start, stop) for pool in pools]
@@ -211,7 +202,7 @@ class BlockOrder:
 
 
 class RowGroupOrder:
-    """Positions of an epoch to (block, sample inside it).
+    """An order of samples in blocks, such as row groups of files.
 
     `sizes`: samples of each block; `window`: samples shuffled together, at least; 0 keeps the
     order of the blocks. If all samples fit into one window, an epoch's order is that of
@@ -234,30 +225,20 @@ class RowGroupOrder:
         """Samples of the largest window that any epoch may have."""
         return min(self.samples, self._window + int(self.sizes.max(initial=0)))
 
-    def places(self, epoch: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Block and sample inside it, int64 `[stop - start]` each, at positions of `epoch`.
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Samples int64 `[stop - start]`, counted over all blocks, at positions of `epoch`.
 
         The positions must be those of one whole batch: ranks take slices of the result.
         """
         if self.one_window or self._window == 0:
-            return self.locate(self._all.positions(epoch, start, stop))
+            return self._all.positions(epoch, start, stop)
         parts = list(self._window_places(epoch, start, stop))
         at = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         order, starts, _ = self._epoch(epoch)
         places = np.searchsorted(starts, at, side="right") - 1
         sorted_ = np.argsort(places, kind="stable")
         at, places = at[sorted_], places[sorted_]
-        return order[places], at - starts[places]
-
-    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The samples of `places`, counted over all blocks in their own order; int64."""
-        blocks, inside = self.places(epoch, start, stop)
-        return self.edges[blocks] + inside
-
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Block and sample inside it of samples that are counted over all blocks; int64 each."""
-        blocks = np.searchsorted(self.edges, samples, side="right") - 1
-        return blocks, samples - self.edges[blocks]
+        return self.edges[order[places]] + at - starts[places]
 
     def _window_places(self, epoch: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Shuffled positions in the epoch's order of blocks, window by window."""

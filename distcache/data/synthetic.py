@@ -27,7 +27,6 @@ from distcache.data.samplers import (
     keys_of,
     mix64,
 )
-from distcache.errors import ConfigError
 
 NORMAL_STD = 2 / 3**0.5
 """Standard deviation of `normal_from_bits`."""
@@ -66,8 +65,6 @@ class ZipfTables:
     """
 
     def __init__(self, table_rows: Sequence[int], exponent: float, seed: int) -> None:
-        if not (math.isfinite(exponent) and exponent >= 0):
-            raise ConfigError(f"data.zipf={exponent}: it must be a finite number >= 0")
         self.rows = np.array(table_rows, dtype=np.uint64)
         self._power = 1.0 - exponent
         spans = np.log(2.0 * self.rows + 1.0)

@@ -69,6 +69,7 @@ REFUSED = {
     "data.bag_size=many": ("data.bag_size=many", "give an int"),
     "data.bag_size=true": ("data.bag_size=True", "give an int"),
     "data.bag_size=-2": ("data.bag_size=-2", "at least 0"),
+    "data.zipf=nan": ("data.zipf=nan is out of range", "at least 0"),
     "data.bag_size=[1,2]": ("data.bag_size has 2", "data.table_rows has 8"),
     "data.weighted=true model.pooling=mean": ("data.weighted=true", "model.pooling=sum"),
     "data=criteo": ("data.path", "data=synthetic"),

@@ -66,7 +66,7 @@ def check_block(text: bytes) -> list[int]:
             found.append((part.labels, part.dense, part.ids))
             assert (part.missing is None) == (rows is not None)
         expected = read_plainly(text, rows)
-        assert [line + 1 for line in bad] == expected[3]
+        assert bad == expected[3]
         assert same([np.concatenate(kind) for kind in zip(*found, strict=True)], expected)
     return expected[3]
 
@@ -107,7 +107,7 @@ def test_long_ids_are_rows_and_no_values():
     assert read_plainly(block, ROWS)[2][1, 6] == int("1" * 17, 16) % ROWS[6]
     errors = []
     list(parse_blocks([block], None, lambda line, error: errors.append((line, str(error)))))
-    assert [line for line, _ in errors] == [1] and check_block(block) == [2]
+    assert [line for line, _ in errors] == [2] and check_block(block) == [2]
     assert "field 21" in errors[0][1] and "16 digits" in errors[0][1]
 
 
@@ -162,7 +162,7 @@ def read_source(path: Path, on_bad_line: str):
 def read_part(path: Path, rows) -> tuple[list[np.ndarray], list[int]]:
     """The arrays of the whole (plain) file as a part, and the numbers of its malformed lines."""
     report, found = parsed(path, rows)
-    return [found.labels, found.dense, found.ids], [1 + line for line, _ in report.bad]
+    return [found.labels, found.dense, found.ids], [line for line, _ in report.bad]
 
 
 def check_plain(path: Path, text: bytes) -> None:

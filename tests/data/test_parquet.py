@@ -174,13 +174,13 @@ def test_a_rank_reads_the_row_groups_of_its_slices(tmp_path):
         stream = source(tmp_path / "a.parquet", **how)
         for step in range(10):
             stream.train_batch(step, rank, 2)
-        decoded.append(stream._ids.decoded)
-        assert stream._rest.decoded == stream._ids.decoded
-        assert sum(rows for _, rows in stream._ids._blocks.values()) <= 100
+        decoded.append(stream._ids.cache_info().misses)
+        assert stream._rest.cache_info() == stream._ids.cache_info()
+        assert stream._ids.cache_info().maxsize == 10  # of a window of at most 90 samples, and one
     for step in range(10):
         alone.train_batch(step, 0, 1)
-    assert alone._ids.decoded == 40  # each row group once
-    assert alone._rest.decoded == 0  # dense features are read when a batch is loaded
+    assert alone._ids.cache_info().misses == 40  # each row group once
+    assert not alone._rest.cache_info().misses  # dense features are read when a batch is loaded
     assert max(decoded) < 30
 
 
@@ -205,9 +205,17 @@ BAD_VALUES = {
     "negative": ({"x": [1, 2, -4e38, 4.0]}, {}, NOT_FLOAT32),
     "no hex": ({"a": ["0", "a", "0x1", "b"]}, HEX, r"row 3, column 'a': '0x1' is not hexadecimal"),
     "too few weights": (weights([1.0]), WEIGHTED, r"row 3, column 'w': 1 weights for 2 ids"),
-    "scalar weights": (BAGS | {"w": [1.0] * 4}, WEIGHTED, "one number per sample, the ids are a"),
+    "scalar weights": (
+        BAGS | {"w": [1.0] * 4},
+        WEIGHTED,
+        r"row 2, column 'w': 1 weights for 2 ids",
+    ),
     "null weight": (weights([1.0, None]), WEIGHTED, r"row 3, column 'w': there is no value"),
-    "infinite weight": (weights([1.0, math.inf]), WEIGHTED, r"row 3, column 'w': the weight inf"),
+    "infinite weight": (
+        weights([1.0, math.inf]),
+        WEIGHTED,
+        r"row 3, column 'w': inf is not a finite",
+    ),
 }
 
 

@@ -39,7 +39,7 @@ from distcache.data import criteo_job as job
 from distcache.data import criteo_tables as tables
 from distcache.data.criteo_folder import MLPERF_BAGS, PreprocessSettings, read_manifest, verify
 from distcache.data.criteo_job import Pool
-from distcache.data.criteo_tables import ENTRY_BYTES, Run, merge_runs
+from distcache.data.criteo_tables import ENTRY, Run, merge_runs
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 
 
@@ -67,8 +67,7 @@ def test_hashed_arrays_are_the_lines(text, tmp_path, part, multi_hot):
         assert counts.dtype == np.int64 and counts.tolist() == expected.tolist()
     assert read_manifest(tmp_path / "out") == manifest == verify(tmp_path / "out")
     assert not (tmp_path / "out/work").exists()
-    about = {"name": "train.txt", "bytes": text.stat().st_size, "lines": 700, "samples": 700}
-    assert manifest.inputs == [about]
+    assert manifest.inputs == [{"name": "train.txt", "bytes": text.stat().st_size}]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_hashed_arrays_are_the_lines(text, tmp_path, part, multi_hot):
 )
 def test_a_vocabulary_of_training_samples(tmp_path, monkeypatch, min_count, wide):
     """`wide`: the line of an id of more than 32 bits, in the first, a middle or the last piece."""
-    sizes = {"_CHUNK": 17, "FAN_IN": 3, "BLOCK_BYTES": 1000, "PIECE": 37, "MOST": 10}
+    sizes = {"_CHUNK": 17, "FAN_IN": 3, "BLOCK_BYTES": 1000, "MOST": 10}
     for name, value in sizes.items():
         monkeypatch.setattr(tables, name, value)  # of about ten parts, merged in many ranges
     lines = make_lines(700)
@@ -150,7 +149,7 @@ def test_bad_lines_are_named_or_skipped(tmp_path, caplog):
     assert manifest.skipped["count"] == 16 and first[0].startswith(f"{path}:151: 1 tab-separated")
     assert [int(line.split(":")[1]) for line in first[1:]] == [201 + 2 * i for i in range(9)]
     assert "skipped 16 malformed lines" in caplog.text and "bad.txt:151" in caplog.text
-    assert (manifest.samples, manifest.inputs[0]["lines"]) == (280, 296)
+    assert manifest.samples == 280
     packed = tmp_path / "cut.gz"
     packed.write_bytes(gzip.compress(good.read_bytes())[:-2000])
     with pytest.raises(DataError, match=r"cut off at line \d+ or after it"):
@@ -192,18 +191,18 @@ def test_refusals(text, tmp_path):
 
 
 def test_workers_fit_into_memory():
-    many, few = (PreprocessSettings(["a"], "b", workers=99, memory=m << 20) for m in (2048, 500))
+    many, few = (PreprocessSettings(workers=99, memory=m << 20) for m in (2048, 500))
     assert many.workers_for() == 8 and 8 * 208 + 200 <= 2048
-    assert few.workers_for() == many.workers_for(3 << 30) == 1
+    assert few.workers_for() == 1
 
 
 def test_the_command_line(capsys):
     def settings(*words: str):
-        return entry.make_settings(read_line("preprocess", entry.PreprocessConfig, words).values)
+        return entry.checked(read_line("preprocess", PreprocessSettings, words).values)
 
     hashed = ("output=b", "mode=hash")
     one = settings("input=a", *hashed, "rows=kaggle", "multi_hot=true", "min_count=1")
-    assert list(one.input) == ["a"] and one.multi_hot == MLPERF_BAGS and one.rows[0] == 1460
+    assert list(one.input) == ["a"] and one.multi_hot == list(MLPERF_BAGS) and one.rows[0] == 1460
     assert list(settings("input=a b.txt,day_*.gz", "output=b").input) == ["a b.txt", "day_*.gz"]
     sizes = ("memory=1g", "workers=3", "part=1k", "on_bad_line=skip")
     third = settings("input=[a, c]", *hashed, f"rows={list(ROWS)}", *sizes)
@@ -288,7 +287,7 @@ def test_stopped_anywhere_it_goes_on_without_redoing(text, tmp_path, monkeypatch
     monkeypatch.setattr(
         job,
         "parse_part",
-        lambda task: done.update({task.name: done.get(task.name, 0) + 1}) or real(task),
+        lambda how, part: done.update({part.name: done.get(part.name, 0) + 1}) or real(how, part),
     )
     assert len(run_in_pieces(text, out, 3, **settings)) > 2
     assert len(done) > 3 and set(done.values()) == {1}, "a finished part was parsed again"
@@ -471,10 +470,10 @@ print(report.samples, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - befor
 def test_rows_are_as_wide_as_the_largest_table_needs(tmp_path):
     line = with_fields(make_lines(1, missing=0)[0], {14: b"ffffffff", 15: b"fffffffe"})
     path = write_lines(tmp_path / "a.txt", [line] * 7)
-    report, rows = parsed(path, ROWS)
-    assert report.id_dtype == "<i4" and rows.ids.dtype == np.int32 and rows.missing is None
-    report, rows = parsed(path, (2**32, *ROWS[1:]))
-    assert report.id_dtype == "<i8" and rows.ids.dtype == np.int64
+    _, rows = parsed(path, ROWS)
+    assert rows.ids.dtype == np.int32 and rows.missing is None
+    _, rows = parsed(path, (2**32, *ROWS[1:]))
+    assert rows.ids.dtype == np.int64
     assert rows.ids[6, :2].tolist() == [2**32 - 1, 0xFFFFFFFE % ROWS[1]]
 
 
@@ -511,21 +510,21 @@ with Pool(2) as pool:
         assert deadline > 0
 
 
-def test_long_runs_are_merged_in_the_memory_of_a_range(tmp_path):
-    """Runs are searched and sampled by memory map: what is held is one range, never a run."""
+def test_long_runs_are_merged_in_the_memory_of_a_few_entries(tmp_path):
+    """Runs are read a little at a time: what is held is never a run."""
     runs, length = [], 1_000_000
     for number in range(3):
-        path = tmp_path / str(number)
-        np.arange(number, 3 * length, 3, dtype=np.uint32).tofile(f"{path}.values")
-        np.ones(length, dtype=np.int64).tofile(f"{path}.counts")
-        runs.append(Run(str(path), "<u4", 0, length))
-    most, total = 1 << 14, 0
+        entries = np.ones(length, ENTRY)
+        entries["id"] = np.arange(number, 3 * length, 3)
+        runs.append(Run.write(tmp_path / str(number), [entries]))
+    most, total, last = 1 << 14, 0, -1
     tracemalloc.start()
     try:
-        for values, counts in merge_runs(runs, most):
-            total += int(counts.sum())
-            assert len(values) <= 2 * most
+        for entries in merge_runs(runs, most):
+            total += int(entries["count"].sum())
+            assert len(entries) <= most and entries["id"][0] == last + 1
+            last = int(entries["id"][-1])
         assert total == 3 * length
-        assert tracemalloc.get_traced_memory()[1] < 2 * most * ENTRY_BYTES < 4 * length
+        assert tracemalloc.get_traced_memory()[1] < 2 * most * 64 < 4 * length
     finally:
         tracemalloc.stop()
