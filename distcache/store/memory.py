@@ -35,8 +35,8 @@ def available_memory(proc: Path = Path("/proc")) -> int:
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(proc / "meminfo"), re.MULTILINE))
     # MemFree where a kernel does not tell the other.
     found = [int(fields.get("MemAvailable", fields.get("MemFree", 0))) * 1024]
-    for folder, version in _memory_cgroups(proc):
-        found.extend(_cgroup_available(folder, version))
+    for group in _memory_cgroups(proc):
+        found.extend(_cgroup_available(*group))
     return max(0, min(found))
 
 
@@ -83,24 +83,14 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
         version = 2 if not controllers else 1
         if version == 1 and "memory" not in controllers.split(","):
             continue
+        group = PurePosixPath(path)
         for root, point, mount_version in mounts:
-            if mount_version == version:
-                yield from ((folder, version) for folder in _ancestors(root, point, path))
-
-
-def _ancestors(root: str, point: Path, path: str) -> Iterator[Path]:
-    """The folders from the group `path` up to the mount point.
-
-    In a container `path` may lie outside what is mounted; then the mount point is all one sees.
-    """
-    yield point
-    group, base = PurePosixPath(path), PurePosixPath(root)
-    if ".." in group.parts or not group.is_relative_to(base):
-        return
-    folder = point
-    for part in group.relative_to(base).parts:
-        folder = folder / part
-        yield folder
+            if mount_version != version:
+                continue
+            # In a container it may lie outside what is mounted: one sees the mount point alone.
+            outside = ".." in group.parts or not group.is_relative_to(root)
+            parts = () if outside else group.relative_to(root).parts
+            yield from ((Path(point, *parts[:depth]), version) for depth in range(len(parts) + 1))
 
 
 def _cgroup_available(folder: Path, version: int) -> Iterator[int]:
@@ -145,9 +135,9 @@ def _text(file: Path) -> str:
 # that rank. It has no name, so nothing is left to clean up even after SIGKILL, and it does not
 # count against the size of /dev/shm.
 
-_Handle = tuple[int, int, tuple[int, int], int]
-"""Process and descriptor by which the other local ranks find the memory, (device, inode) by which
-they know that it is the right one, and its bytes."""
+_Handle = tuple[str, tuple[int, int], int]
+"""Path by which the other local ranks find the memory, (device, inode) by which they know that it
+is the right one, and its bytes."""
 
 
 def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:
@@ -173,7 +163,7 @@ def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:
                 f"the system refused {describe_bytes(size)} of shared memory for {what}: "
                 f"{error.strerror}; {way_out}"
             ) from error
-        return os.getpid(), made[0], (info.st_dev, info.st_ino), size
+        return f"/proc/{os.getpid()}/fd/{made[0]}", (info.st_dev, info.st_ino), size
 
     try:
         handles = together(world, make)
@@ -193,14 +183,13 @@ def tensor_in(memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: tor
 
 def _map(handle: _Handle | None, size: int, world: World) -> mmap.mmap:
     """Map the creator's file into this process, read and write."""
-    pid, made, file, nbytes = handle or (0, 0, (0, 0), None)
+    path, file, nbytes = handle or ("", (0, 0), None)
     if nbytes != size:
         raise PeerError(
             f"rank {world.rank} wants {size} bytes of shared memory, but rank {world.first_local}, "
             f"local rank 0 of its node, made {nbytes or 'none'}; LOCAL_RANK and LOCAL_WORLD_SIZE "
             "must be as torchrun sets them, and all ranks must run the same configuration"
         )
-    path = f"/proc/{pid}/fd/{made}"
     fd = -1
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

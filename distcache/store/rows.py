@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -136,6 +136,12 @@ class NodePart:
         self.is_whole = self.count == layout.world_size
         self.rows = layout.rows if self.is_whole else layout.local_rows * self.count
         """Places of the part, with the few of the last block that no row takes."""
+
+    def bytes(self, state_width: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Of the weights, up to where the state begins (a page), and of the state."""
+        kind, page = self.layout.kind(state_width, dtype), mmap.PAGESIZE
+        weight, state = kind.bytes_of(self.rows, 0), kind.bytes_of(0, self.rows)
+        return (-(-weight // page) * page if state else weight), state
 
     def holds(self, rows: np.ndarray) -> np.ndarray:
         """Whether each row is at home on this node, bool `[n]`."""
@@ -336,26 +342,10 @@ def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda
         held.clear()
 
 
-_PAGE = mmap.PAGESIZE
 _WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), more nodes, or a machine or control group with more memory"
 )
-
-
-def store_bytes(
-    layouts: Sequence[RowLayout],
-    state_widths: Sequence[int],
-    dtype: torch.dtype,
-    world: World | None = None,
-) -> int:
-    """Bytes of host memory that the stores of all groups take on the node of this rank.
-
-    `world`: whose nodes share the rows; None: one node has them all.
-    """
-    parts = [NodePart(layout, world) for layout in layouts]
-    pairs = zip(parts, state_widths, strict=True)
-    return sum(sum(_part_bytes(part, width, dtype)) for part, width in pairs)
 
 
 def create_stores(
@@ -365,10 +355,11 @@ def create_stores(
 
     Raises MemoryTooSmallError on every rank when some node's memory does not hold its part.
     """
-    needed = store_bytes(layouts, state_widths, dtype, world)
 
     def check() -> None:
         if not world.local_rank:
+            pairs = zip(layouts, state_widths, strict=True)
+            needed = sum(sum(NodePart(own, world).bytes(width, dtype)) for own, width in pairs)
             require_memory(needed, "the tables and their optimizer state", _WAY_OUT)
 
     together(world, check)
@@ -381,32 +372,6 @@ def create_stores(
             store.close()
         raise
     return stores
-
-
-class RowTaker:
-    """`take_rows` by up to `threads` threads, which begin with the first that is worth it."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = max(1, threads)
-        self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
-
-    def take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """See `take_rows`."""
-        parts = min(self._threads, out.nbytes >> 19)  # of half a MiB, to be worth a thread
-        if parts < 2:
-            take_rows(source, rows, out)
-            return
-        cuts = [len(rows) * part // parts for part in range(parts + 1)]
-        jobs = [
-            self._pool.submit(take_rows, source, rows[start:stop], out[start:stop])
-            for start, stop in pairwise(cuts)
-        ]
-        for job in jobs:
-            job.result()
-
-    def close(self) -> None:
-        """End the threads; safe to call twice."""
-        self._pool.shutdown()
 
 
 class RowStore:
@@ -432,7 +397,7 @@ class RowStore:
         self._world = world
         self.part = NodePart(layout, world)
         rows = self.part.rows
-        first, second = _part_bytes(self.part, state_width, dtype)
+        first, second = self.part.bytes(state_width, dtype)
         stored = self.kind.stored
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {stored}"
         memory = share_memory(first + second, world, what, _WAY_OUT)
@@ -442,11 +407,11 @@ class RowStore:
         if state_width:
             self.state = tensor_in(memory, first, (rows, state_width), dtype)
         self.nbytes = first + second
-        threads = 1  # where training itself keeps the cores busy
+        self._threads = 1  # where training itself keeps the cores busy
         if world.device.type == "cuda":
             # Its share of the cores beside a GPU; more than eight gather no faster.
-            threads = min(8, len(os.sched_getaffinity(0)) // world.local_size)
-        self._taker = RowTaker(threads)
+            self._threads = max(1, min(8, len(os.sched_getaffinity(0)) // world.local_size))
+        self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
         self.direct: DirectRows | None = None
 
     @property
@@ -537,8 +502,18 @@ class RowStore:
         places = self.part.places(rows.numpy())
         for source, target in zip((self.weight, self.state), out, strict=True):
             if source is not None and target is not None:
-                self._taker.take(as_numpy(source), places, as_numpy(target))
+                self._take(as_numpy(source), places, as_numpy(target))
         return out
+
+    def _take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """See `take_rows`; by threads where that is worth them."""
+        parts = min(self._threads, out.nbytes >> 19)  # of half a MiB
+        if parts < 2:
+            take_rows(source, rows, out)
+            return
+        cuts = pairwise(len(rows) * part // parts for part in range(parts + 1))
+        jobs = self._pool.map(lambda at: take_rows(source, rows[at], out[at]), starmap(slice, cuts))
+        list(jobs)  # and raise what one of them raised
 
     def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Write `rows` (int64 `[m]`, distinct, on the CPU): `weight` `[m, D]`, `state` `[m, S]`.
@@ -577,11 +552,4 @@ class RowStore:
             self.direct.close()
         self.direct = None
         self._weight = self.state = None
-        self._taker.close()
-
-
-def _part_bytes(part: NodePart, state_width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the weights, up to where the state begins (a page), and bytes of the state."""
-    kind = part.layout.kind(state_width, dtype)
-    weight, state = kind.bytes_of(part.rows, 0), kind.bytes_of(0, part.rows)
-    return (-(-weight // _PAGE) * _PAGE if state else weight), state
+        self._pool.shutdown()

@@ -16,7 +16,6 @@ from distcache.errors import ConfigError, PlanError
 from distcache.layout import HALVES
 from distcache.ops import reference
 from distcache.ops.reference import Rule, as_numpy, put, segment_chunks, take_rows
-from distcache.store.rows import RowTaker
 
 DTYPES = [torch.float32, torch.float64]
 DIMS = [1, 3, 4, 12, 16, 20, 33]
@@ -151,21 +150,6 @@ def test_what_makes_no_sense_is_refused():
         segment_chunks(torch.tensor([0, 2]), 1)
     with pytest.raises(ConfigError, match="adagrad keeps state"):
         reference.update(Rule("adagrad", (0.1, 0.0)), weight, None, weight)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_share_a_large_gather(threads) -> None:
-    rng = np.random.default_rng(threads)
-    source = rng.standard_normal((5000, 64)).astype(np.float32)
-    rows = rng.integers(0, 5000, 20_011)
-    out = np.empty((len(rows), 64), np.float32)
-    taker = RowTaker(threads)
-    taker.take(source, rows, out)
-    assert np.array_equal(out, source[rows])
-    with pytest.raises(PlanError, match="row 5000 is outside"):
-        taker.take(source, np.append(rows, 5000), np.empty((len(rows) + 1, 64), np.float32))
-    taker.close()
-    taker.close()
 
 
 @examples(100)

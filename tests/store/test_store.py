@@ -13,6 +13,7 @@ import weakref
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -33,7 +34,7 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.optim import row_update
 from distcache.store import memory
 from distcache.store import rows as direct
-from distcache.store.rows import DirectRows, RowStore, create_stores, initial_rows, store_bytes
+from distcache.store.rows import DirectRows, RowStore, create_stores, initial_rows
 
 KIB, MIB = 1 << 10, 1 << 20
 V2 = [("/", "cg", "cgroup2 cgroup2 rw,nsdelegate")]
@@ -337,28 +338,44 @@ def test_the_mapping_goes_with_the_last_view(world: World) -> None:
     assert mapped() == before and open_files() == files
 
 
-def test_store_bytes_by_hand(world: World) -> None:
-    assert store_bytes(LAYOUTS[:1], [0], torch.float32) == 60 * 4 * 4
-    # weights up to the next page (960 to 4096 bytes), then the state
-    assert store_bytes(LAYOUTS[:1], [3], torch.float32) == 4096 + 60 * 3 * 4
-    assert store_bytes(LAYOUTS[1:], [0], torch.float64) == 9 * 100_000 * 8
-    both = store_bytes(LAYOUTS, [3, 0], torch.float64)
-    assert both == 4096 + 60 * 3 * 8 + 9 * 100_000 * 8
-    stores = create_stores(LAYOUTS, [3, 0], torch.float64, world)
-    assert sum(store.nbytes for store in stores) == both
+def bytes_of(world: World, *how: Any) -> int:
+    """Of all stores of these layouts, widths of state and dtype."""
+    stores = create_stores(*how, world)
     for store in stores:
         store.close()
+    return sum(store.nbytes for store in stores)
+
+
+def test_store_bytes_by_hand(world: World) -> None:
+    assert bytes_of(world, LAYOUTS[:1], [0], torch.float32) == 60 * 4 * 4
+    # weights up to the next page (960 to 4096 bytes), then the state
+    assert bytes_of(world, LAYOUTS[:1], [3], torch.float32) == 4096 + 60 * 3 * 4
+    assert bytes_of(world, LAYOUTS[1:], [0], torch.float64) == 9 * 100_000 * 8
+    both = bytes_of(world, LAYOUTS, [3, 0], torch.float64)
+    assert both == 4096 + 60 * 3 * 8 + 9 * 100_000 * 8
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_a_large_gather(world: World, threads: int) -> None:
+    store = RowStore(RowLayout([TableSpec("t", 5000, 64, ("t",))], 1), 0, torch.float32, world)
+    store.initialise(3, [0])
+    store._threads = threads
+    rows = torch.from_numpy(np.random.default_rng(threads).integers(0, 5000, 20_011))
+    assert torch.equal(store.gather(rows)[0], store.weight[rows])
+    with pytest.raises(PlanError, match="row 5000 is outside"):
+        store.gather(torch.cat([rows, torch.tensor([5000])]))
+    store.close()
 
 
 def test_memory_is_refused_before_it_is_made(world: World, monkeypatch) -> None:
     """All groups are checked as one; where only the second fails, the first is closed."""
+    needed = bytes_of(world, LAYOUTS, [1, 1], torch.float32)
     before, real, made, looks = mapped(), memory.available_memory, [], []
     with monkeypatch.context() as changed:
         changed.setattr("os.memfd_create", lambda name: made.append(name))
         huge = RowLayout([TableSpec("huge", 1 << 42, 128, ("x",))], 1)
         with pytest.raises(MemoryTooSmallError, match="128 \\+ 1 of state"):
             RowStore(huge, 1, torch.float32, world)
-        needed = store_bytes(LAYOUTS, [1, 1], torch.float32)
         changed.setattr(memory, "available_memory", lambda: needed - 1)
         with pytest.raises(MemoryTooSmallError, match=rf"{needed} .*{needed - 1} .*table_rows"):
             create_stores(LAYOUTS, [1, 1], torch.float32, world)
@@ -426,7 +443,7 @@ def several_nodes(rank: int, size: int, sizes: tuple[int, ...]) -> tuple[list[in
     weight, state = store.gather(mine)
     assert torch.equal(weight, expected_weight(layout, 7, [0, 1, 2])[mine]) and (state == 0.5).all()
     assert np.sort(store.part.places(mine.numpy())).tolist() == list(range(15 * count))
-    assert store.nbytes == store_bytes([layout], [1], torch.float32, world)
+    assert store.nbytes == sum(store.part.bytes(1, torch.float32))
     assert len(store.weight) == 15 * count  # a share of 60 rows, and not one more
     dist.barrier(group=world.host_group)  # nobody writes before all have compared
     own = torch.from_numpy(rows[homes == rank])
