@@ -153,4 +153,4 @@ def test_ranks_with_other_hot_rows_and_nodes_with_other_counts_are_refused() -> 
     for rows, *counts in run_ranks(differ, 2):
         assert "hot rows" in rows
         for message in counts:
-            assert "cache.statistics (digests of its counts on each node): [" in message
+            assert "cache.statistics (digests of its counts on each node) is [" in message
