@@ -28,7 +28,6 @@ import pyarrow.csv
 from benchmarks.options import option
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.turns import take_turns
-from distcache.cli.run import descendants
 from distcache.data.criteo import CriteoArrays, CriteoSpec
 from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.data.samplers import mix64
@@ -156,6 +155,18 @@ def _hexadecimal(values: np.ndarray, missing: np.ndarray) -> pa.Array:
     offsets = np.concatenate(([0], np.cumsum(np.where(missing, 0, 8)))).astype(np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(words[~missing].tobytes())]
     return pa.Array.from_buffers(pa.utf8(), len(values), buffers)
+
+
+def descendants(process: int) -> set[int]:
+    """Process ids of all children of a process, and theirs."""
+    found: set[int] = set()
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            direct = {int(word) for word in children.read_text().split()}
+        except OSError:
+            continue
+        found |= direct.union(*(descendants(child) for child in direct))
+    return found
 
 
 def memory_taken() -> tuple[int, int]:

@@ -36,7 +36,8 @@ log = logging.getLogger("distcache.compare")
 WINDOWS = 50
 """About how many lines of metrics a run shall leave, so that its spread can be told."""
 
-_CHOICES = {key: rule.get("choice", ()) for key, rule in rules_of(Config).items()}
+_RULES = rules_of(Config)
+_CHOICES = {key: rule.get("choice", ()) for key, rule in _RULES.items()}
 
 VARIANTS = {
     **{mode: (f"parallel={mode}",) for mode in _CHOICES["parallel.mode"]},
@@ -52,11 +53,7 @@ VARIANTS = {
 _STEP = re.compile(r"\bstep [\d,]+(/[\d,]+)?  ")
 """What a line of progress begins with, after the time."""
 
-ONLY_OF = {
-    "cache.replicated_rows": ("mixed",),
-    "cache.replicated_share": ("mixed",),
-    "cache.cluster": ("mixed", "auto"),
-}
+ONLY_OF = {key: rule["only"] for key, rule in _RULES.items() if rule.get("by") == "placement"}
 """Keys that only these layouts take; others beside them do without."""
 
 
@@ -137,7 +134,6 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
     """Compose and check every mode's configuration; ConfigError if all are refused."""
     own = line.values
     place = Place(world_size=own.world_size)
-    given = {word.partition("=")[0] for word in line.overrides}
     jobs, errors = [], []
     for mode in own.modes:
         arguments = []
@@ -146,11 +142,11 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
             if mode in takers or not takers.intersection(own.modes):
                 arguments.append(text)
         arguments += VARIANTS[mode]  # which says what the mode is, whatever is given for others
-        if "run.save" not in given:
+        if "run.save" not in line.given:
             arguments.append("run.save=false")
         try:
             steps = checked_config(compose_overrides(arguments), place).trainer.steps
-            if steps is not None and "trainer.log_every" not in given:
+            if steps is not None and "trainer.log_every" not in line.given:
                 arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
             jobs.append(Job(mode, tuple(arguments)))
         except ConfigError as error:

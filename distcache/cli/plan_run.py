@@ -19,7 +19,7 @@ import torch
 from distcache.cli.compose import Line
 from distcache.cli.host_times import measure_host
 from distcache.cli.run import leave, output_folder, run_job, set_up_logging, train_command
-from distcache.comm.rendezvous import find_place
+from distcache.comm.rendezvous import end_with_agent, find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
 from distcache.config.checks import byte_count, check_section, one_of, refuse_if
@@ -288,6 +288,7 @@ def main() -> int:
     and the optimizer `optim`, over tables of `table_rows`; rank 0 writes the cluster of these ranks
     into the folder `out`.
     """
+    end_with_agent()
     want, place = json.loads(sys.argv[1]), find_place()
     set_up_logging("INFO", place.rank, place.world_size)
     world: World | None = None

@@ -263,32 +263,17 @@ def run_job(
 
 
 def stop_job(child: subprocess.Popen, grace_s: float = STOP_GRACE_S) -> None:
-    """End a job that still runs: ask its ranks to stop, and kill them if they do not."""
+    """End a job that still runs: ask its ranks to stop, and kill it if they do not. Ranks that
+    torchrun has started end with it."""
     if child.poll() is not None:
         return
-    family = descendants(child.pid)
     try:
         # torchrun passes a signal on to its ranks, which sit in sessions of their own.
         child.send_signal(signal.SIGINT)
         child.wait(grace_s)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        family |= descendants(child.pid)
-    for process in family | ({child.pid} if child.poll() is None else set()):
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    child.wait()
-
-
-def descendants(process: int) -> set[int]:
-    """Process ids of all children of a process, and theirs."""
-    found: set[int] = set()
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            direct = {int(word) for word in children.read_text().split()}
-        except OSError:
-            continue
-        found |= direct.union(*(descendants(child) for child in direct))
-    return found
+        child.kill()
+        child.wait()
 
 
 def leave(code: int) -> NoReturn:

@@ -157,14 +157,7 @@ class CachedParallel(Parallel):
             raise PlanError("another stream of this model is open: end or close it first")
         stream, self._open = tables.ahead(batches), True
         try:
-            while True:
-                try:
-                    flight = next(stream, None)
-                except Exception:
-                    tables.failed |= stream.alone
-                    raise
-                if flight is None:
-                    return
+            for flight in stream:
                 self._due = flight
                 yield Step(flight.batch, flight)
                 if self._due is not None:
@@ -172,6 +165,9 @@ class CachedParallel(Parallel):
                         f"step {flight.step} of the stream was not run: call train_step or "
                         "eval_step once for each step, before the next is taken"
                     )
+        except Exception:
+            tables.failed |= stream.alone
+            raise
         finally:
             self._end()
 
