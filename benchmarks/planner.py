@@ -63,7 +63,7 @@ from distcache.planner.rank import RankPlanner, distinct_rows
 from distcache.planner.victims import DEFAULT, NONE, Policy
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
-from distcache.trainer.plan_cache import resolve_placement, window_steps
+from distcache.trainer.plan_cache import resolve_placement
 
 PLACEMENTS = (REPLICATED, SHARDED, MIXED)
 YARDSTICK = "np.unique"
@@ -224,8 +224,8 @@ class Planning(Timed):
         feed: Feed,
     ) -> None:
         super().__init__(f"plan, {name}")
-        self.ahead = window_steps(config.cache) + _AHEAD
         ahead = int(config.cache.lookahead), int(config.cache.prefetch)
+        self.ahead = 1 + sum(ahead) + _AHEAD
         self._rows, self._world = RowCounts(), world
         self._table_rows = placed.group.layout.rows
         self._counters = CollectiveCounters()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,12 +72,8 @@ def measure(
         *_row_seconds(world, dim, update, generator),
         _dense_seconds(world, model, shape),
     ]
-    own = torch.tensor(timed, dtype=torch.float64)
-    if world.size > 1:
-        dist.all_reduce(own, group=world.host_group)
-    few, many, far_few, far_many, host, lookup, updated, copied, sample = (
-        own / world.size
-    ).tolist()
+    mean = np.mean(together(world, lambda: timed), axis=0)
+    few, many, far_few, far_many, host, lookup, updated, copied, sample = mean.tolist()
 
     def link(few: float, many: float, peers: int) -> Link:
         bandwidth = (_LARGE - _SMALL) * peers / max(many - few, 1e-9)
@@ -136,12 +131,8 @@ def _host_seconds(world: World, dim: int, generator: torch.Generator) -> float:
     table = torch.zeros(_TABLE_BYTES // (4 * dim), dim)
     rows = torch.randint(len(table), (_ROWS,), generator=generator)
     staging = torch.empty(_ROWS, dim, pin_memory=world.device.type == "cuda")
-
-    def fetch() -> Tensor:
-        torch.index_select(table, 0, rows, out=staging)
-        return staging.to(world.device, non_blocking=True)
-
-    return timed(world, fetch)
+    take = partial(torch.index_select, table, 0, rows, out=staging)
+    return timed(world, lambda: take().to(world.device, non_blocking=True))
 
 
 def _row_seconds(
@@ -237,12 +228,6 @@ def ids_per_step(source: Any, tables: Sequence[TableSpec], batch: int, world_siz
     return math.ceil(batch / world_size) * ids
 
 
-def step_bytes(source: Any, tables: Sequence[TableSpec], batch: int, world: World) -> int:
-    """About how many bytes one step of this rank takes while it is planned ahead."""
-    ids, local = ids_per_step(source, tables, batch, world.size), math.ceil(batch / world.size)
-    return round(ids * _ID_BYTES + local * 4 * (getattr(source, "dense_features", 1) + 1))
-
-
 def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[TableSpec]) -> Config:
     """`config` with a number for `cache.lookahead`; called by all ranks, which get the same.
 
@@ -251,8 +236,9 @@ def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[Ta
     with the number that fits, where a given one does not.
     """
     cache, batch = config.cache, config.data.global_batch_size
-    each = max(1, step_bytes(source, tables, batch, world))
     ids = ids_per_step(source, tables, batch, world.size)
+    sample_bytes = 4 * (getattr(source, "dense_features", 1) + 1)
+    each = max(1, round(ids * _ID_BYTES + math.ceil(batch / world.size) * sample_bytes))
     seen = together(world, lambda: (_room(each, world), ids))
     room, ids = min(found for found, _ in seen), max(found for _, found in seen)
     lookahead, prefetch = cache.lookahead, cache.prefetch
@@ -382,11 +368,6 @@ def read_checked(
     return statistics_of(read_statistics(path), tables, f"cache.statistics={path}", vocabulary)
 
 
-def window_steps(cache: CacheConfig) -> int:
-    """L + P + 1: the steps that are known when the first one is planned."""
-    return 1 + cache.lookahead + prefetch_of(cache)
-
-
 def read_window(
     source: BatchSource, tables: Sequence[TableSpec], steps: int, on_bad_id: str = "error"
 ) -> Statistics:
@@ -404,15 +385,12 @@ def read_window(
     if source.steps_per_epoch is not None:
         steps = min(steps, source.steps_per_epoch)
     check = BatchCheck(tables, source.features, on_bad_id)
-    ids_of: dict[str, list[np.ndarray]] = {feature: [] for feature in source.features}
-    samples = 0
+    samples, read, found = 0, list[list[np.ndarray]](), list[TableCounts]()
     for step in range(steps):
         ids = check(source.train_batch(step, 0, 1)).ids
         samples += ids.batch_size
-        cuts = ids.offsets[:: ids.batch_size].tolist()
-        for feature, (low, high) in zip(source.features, pairwise(cuts), strict=True):
-            ids_of[feature].append(ids.values[low:high].numpy())
-    found = []
+        read.append(np.split(ids.values.numpy(), ids.offsets.numpy()[:: ids.batch_size][1:-1]))
+    ids_of = dict(zip(source.features, zip(*read, strict=True), strict=True))
     for table in tables:
         every = np.concatenate([part for feature in table.features for part in ids_of[feature]])
         seen, times = np.unique(every, return_counts=True)
@@ -438,11 +416,9 @@ def resolve_placement(
     tables, slots, statistics = known
 
     def facts() -> Known:
-        counted = statistics
-        if counted is None:
-            steps = window_steps(config.cache)
-            counted = read_window(source, tables, steps, config.data.on_bad_id)
-        return Known(tables, slots, counted)
+        # The steps that are known when the first one is planned.
+        steps, how = 1 + config.cache.lookahead + prefetch_of(config.cache), config.data.on_bad_id
+        return Known(tables, slots, statistics or read_window(source, tables, steps, how))
 
     def measured() -> Cluster:
         """The links and the speed of these ranks, timed; all of them call this. The model is timed

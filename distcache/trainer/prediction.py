@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import WINDOWS, auto_lookahead
 from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
-from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes, group_sizes
+from distcache.popularity.slots import BY_CURVE, PROPORTIONAL
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
@@ -101,30 +102,23 @@ class Counted:
         return Statistics(tables, self.vocabulary, self.samples)
 
 
-def sampled_steps(source: BatchSource, steps: int, share: float | None) -> list[int]:
-    """Which of `steps` steps are counted: evenly spread ones, `share` of them (None: see `MANY`).
-
-    Raises DataError where the first batches look nothing up at all.
-    """
-    if share is None:
-        lookups = len(source.train_batch(0, 0, 1).ids.values) * steps
-        some = min(_MOST_SHARE, max(_LEAST_SHARE, MANY / max(lookups, 1)))
-        share = some if lookups > MANY else 1.0
-    count = min(steps, math.ceil(round(share * steps, 6)))
-    return [(2 * i + 1) * steps // (2 * count) for i in range(count)]
-
-
 def count_source(
     source: BatchSource, check: BatchCheck, steps: int, share: float | None, progress: Progress
 ) -> Counted:
-    """Count the lookups of the training steps [0, `steps`) of `source`, or a sample of them, its
-    samples in their own order where it can give them so; `check`: of its batches, as in training.
+    """Count the lookups of the training steps [0, `steps`) of `source`, or a `share` of them evenly
+    spread (None: see `MANY`), its samples in their own order where it can give them so; `check`: of
+    its batches, as in training.
 
     Ctrl-C ends the reading, not the counting. Raises DataError where nothing is looked up,
     MemoryTooSmallError where the machine lacks the memory.
     """
     reader = getattr(source, "in_file_order", lambda: source)()
-    wanted = sampled_steps(reader, steps, share)
+    if share is None:
+        lookups = len(reader.train_batch(0, 0, 1).ids.values) * steps
+        some = min(_MOST_SHARE, max(_LEAST_SHARE, MANY / max(lookups, 1)))
+        share = some if lookups > MANY else 1.0
+    count = min(steps, math.ceil(round(share * steps, 6)))
+    wanted = [(2 * i + 1) * steps // (2 * count) for i in range(count)]
     size = COUNT_BYTES * sum(source.table_rows)
     require_memory(size, "counts of all lookups", "count where the tables fit, or smaller tables")
     pairs = zip(source.features, source.table_rows, strict=True)
@@ -177,11 +171,6 @@ class Sizes:
         """The tables of each group."""
         return group_tables(self.tables)
 
-    def _groups(self, world_size: int) -> list[tuple[int, int, int]]:
-        """`group_sizes`, of what a slot takes on one of so many ranks."""
-        widths = self.request.state_widths(self.tables, world_size)
-        return group_sizes(self.tables, widths, self.request.itemsize)
-
     @property
     def rows(self) -> int:
         """V of all groups."""
@@ -190,16 +179,21 @@ class Sizes:
     @property
     def row_bytes(self) -> list[int]:
         """Bytes of a row and its optimizer state, by group."""
-        return [(dim + state) * self.request.itemsize for _, dim, state in self._groups(1)]
+        return self._slot_bytes(1)
+
+    def _slot_bytes(self, world_size: int) -> list[int]:
+        """The same of a slot on one of so many ranks, which may have a share of the state."""
+        item, widths = self.request.itemsize, self.request.state_widths(self.tables, world_size)
+        return [(self.tables[at].width(item) + widths[at]) * item for at, *_ in self.members]
 
     @property
     def bytes(self) -> int:
         """Bytes of all rows."""
-        return self.bytes_of([rows for rows, _, _ in self._groups(1)])
+        return self.bytes_of([sum(self.tables[at].rows for at in own) for own in self.members])
 
     def bytes_of(self, slots: Sequence[int], world_size: int = 1) -> int:
         """Bytes of slots of each group on one of so many ranks."""
-        return cache_bytes(slots, self._groups(world_size), self.request.itemsize)
+        return sum(map(operator.mul, slots, self._slot_bytes(world_size)))
 
     def slots(self, size: float, world_size: int) -> tuple[int, ...]:
         """Slots per rank for a share of the rows (at most 1), or for rows; by rows where the split
@@ -243,7 +237,14 @@ class RecordedRun:
         self.traces, self.steps = list(traces), steps
         self.classes = popularity_of(self.traces)
         self.recorded = int(traces[0].training.sum())
-        self._late = [] if self.recorded >= steps else [_late(trace) for trace in traces]
+        self._late = list[Trace]()
+        for trace in traces if self.recorded < steps else ():  # its last steps alone counted
+            trained = np.cumsum(trace.training)
+            first = trained[-1] - max(1, trained[-1] // _LATE)
+            late = trace.training & (trained > first)
+            homes = next(iter(trace.homes.values()))
+            ids = sum(int(home.counts[np.repeat(late, home.distinct)].sum()) for home in homes)
+            self._late.append(replace(trace, training=late, ids=ids))
 
     @property
     def distinct_per_step(self) -> float:
@@ -276,16 +277,6 @@ class RecordedRun:
                 found.append(GroupCounts(**counts))
             groups = tuple(found)
         return replace(whole, case=case, steps=self.steps, groups=groups)
-
-
-def _late(trace: Trace) -> Trace:
-    """The trace with its last training steps alone counted."""
-    trained = np.cumsum(trace.training)
-    first = trained[-1] - max(1, trained[-1] // _LATE)
-    late = trace.training & (trained > first)
-    homes = next(iter(trace.homes.values()))
-    ids = sum(int(home.counts[np.repeat(late, home.distinct)].sum()) for home in homes)
-    return replace(trace, training=late, ids=ids)
 
 
 def record_run(

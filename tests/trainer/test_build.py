@@ -18,7 +18,7 @@ from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
 from distcache.trainer import build, plan_cache
-from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch, step_bytes
+from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch
 
 SHAPE = {"data__table_rows": [50, 20], "data__samples": 100, "data__dense_features": 3}
 
@@ -56,7 +56,6 @@ def test_criteo_lines_have_26_tables_and_tables_widths(tmp_path):
 
 
 def test_changed_files_are_told_from_those_that_a_run_has_seen(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "PIECE_BYTES", 1000)
     data, run, resumed = (tmp_path / name for name in ("data", "run", "resumed"))
     for folder in (data, run, resumed):
         folder.mkdir()
@@ -216,8 +215,7 @@ their queue, and one beyond the window has been read."""
 def test_memory_bounds_auto_and_refuses_a_number(
     world, monkeypatch, steps, lookahead, prefetch, expected
 ) -> None:
-    each = step_bytes(Known(), TABLES, 16, world)
-    assert each == 16 * (2 * 10 * 64 + 4 * 4)
+    each = 16 * (2 * 10 * 64 + 4 * 4)
     monkeypatch.setattr(plan_cache, "available_memory", lambda: 2 * (steps + BETWEEN) * each)
     given = {"cache_lookahead": lookahead, "cache_prefetch": prefetch}
     if isinstance(expected, tuple):
