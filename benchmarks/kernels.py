@@ -121,6 +121,7 @@ def make_work(options: KernelOptions, step: int, device: torch.device) -> Work:
     generator = torch.Generator().manual_seed(seed + 1 + step)
     upstream = torch.randn(bags, options.width, generator=generator).mul_(0.01)
     by_sample = upstream.view(options.tables, options.batch, -1).transpose(0, 1).flatten(1)
+    chunks = segment_chunks(segments)
     return Work(
         ids=torch.from_numpy(ids).to(device),
         offsets=(torch.arange(bags + 1) * options.pooling).to(device),
@@ -129,7 +130,7 @@ def make_work(options: KernelOptions, step: int, device: torch.device) -> Work:
         order=positions.argsort(stable=True).to(device),
         segments=segments.to(device),
         bag_of=torch.arange(bags).repeat_interleave(options.pooling).to(device),
-        chunks=segment_chunks(segments).to(device),
+        chunks=replace(chunks, table=chunks.table.to(device)),
         upstream=upstream.to(device),
         by_sample=by_sample.contiguous().to(device),
     )

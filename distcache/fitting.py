@@ -73,17 +73,12 @@ class OwnRun(Run):
     eval_draws: Draws = field(kw_only=True)
     eval_count: int = field(default=0, kw_only=True)
 
-    def resume(self, files: World) -> Start:
-        """See `Run.resume`; with the loader open."""
-        start = super().resume(files)
-        together(self.world, self.train.open)
-        return start
-
     def load(self, start: Start, files: World) -> None:
-        """See `Run.load`; the loader goes on after the last trained batch, torch's generators from
-        where they were. Raises ConfigError where the loaders cannot, or bring another such batch.
-        """
+        """See `Run.load`, with the loader open, which goes on after the last trained batch, torch's
+        generators from where they were. Raises ConfigError where the loaders cannot, or bring
+        another such batch."""
         if start.manifest is None:
+            together(self.world, self.train.open)
             return
         world, was = self.world, start.manifest.header["run"]["world_size"]
         own = {_key(rank): b"" for rank in (range(was) if was != world.size else [world.rank])}
@@ -163,8 +158,7 @@ class OwnRun(Run):
         try:
             outcome = loop.run(self._batches(loop.schedule))
         except StepTooLargeError as error:  # the loaders say how large a batch is, not a key
-            text = str(error).replace("data.global_batch_size", "the batch size of your loaders")
-            error.args = (text,)
+            error.reword({_BATCH: "the batch size of your loaders"})
             raise
         self.train.close()
         stopped = loop.stop.agreed(self.world) is not None

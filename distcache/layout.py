@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,6 +92,7 @@ class RowLayout:
 
     Tables lie one after the other: row = offset[table] + id. Every run of W rows visits every
     rank once: home(row) = (row + mix(row // W)) % W; a home's dense local index is row // W.
+    `local_rows`: size of that index, ceil(V / W); `most_rows`: of the home that has most, the same.
     """
 
     def __init__(self, tables: Sequence[TableSpec], world_size: int) -> None:
@@ -105,16 +105,7 @@ class RowLayout:
         self.dim = dims.pop()
         self.offsets = np.concatenate(([0], np.cumsum([t.rows for t in tables]))).astype(np.int64)
         self.rows = int(self.offsets[-1])
-
-    @cached_property
-    def local_rows(self) -> int:
-        """Size of a home's dense local index: ceil(V / W)."""
-        return -(-self.rows // self.world_size)
-
-    @property
-    def most_rows(self) -> int:
-        """Local rows of the home that has most: of all of them."""
-        return self.local_rows
+        self.local_rows = self.most_rows = -(-self.rows // world_size)
 
     def kind(self, state_width: int, dtype: torch.dtype) -> RowKind:
         """What a row is whose optimizer state is `state_width` numbers of `dtype`."""

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from distcache.errors import ConfigError
-
 
 class MLP(nn.Sequential):
     """Linear layers with ReLU between them, and after the last one where `final_relu`.
@@ -46,14 +44,6 @@ class LowRankCross(nn.Module):
         for down, up in zip(self.down, self.up, strict=True):
             crossed = x * up(down(crossed)) + crossed
         return crossed
-
-
-def check_sizes(key: str, sizes: Sequence[int], last: int | None = None) -> None:
-    """Raise ConfigError unless `sizes` are positive, not none, and end in `last`."""
-    if not sizes or any(size < 1 for size in sizes):
-        raise ConfigError(f"{key}={list(sizes)}: give at least one layer, every size at least 1")
-    if last is not None and sizes[-1] != last:
-        raise ConfigError(f"{key}={list(sizes)} must end in {last}, not {sizes[-1]}")
 
 
 class DotInteraction(nn.Module):
@@ -125,8 +115,6 @@ class DLRM(nn.Module):
         over_arch: Sequence[int],
     ) -> None:
         super().__init__()
-        check_sizes("model.dense_arch", dense_arch, last=embedding_dim)
-        check_sizes("model.over_arch", over_arch, last=1)
         self.num_sparse, self.embedding_dim = num_sparse, embedding_dim
         self.dense_arch = MLP(dense_features, dense_arch, final_relu=True)
         self.interaction = DotInteraction(num_sparse)
@@ -158,13 +146,6 @@ class DCNv2(nn.Module):
         cross_rank: int = 512,
     ) -> None:
         super().__init__()
-        if cross_layers < 0 or cross_rank < 1:
-            raise ConfigError(
-                f"model.cross_layers={cross_layers} must be at least 0, "
-                f"model.cross_rank={cross_rank} at least 1"
-            )
-        check_sizes("model.dense_arch", dense_arch)
-        check_sizes("model.over_arch", over_arch, last=1)
         width = dense_arch[-1] + pooled_dim
         self.dense_arch = MLP(dense_features, dense_arch, final_relu=True)
         self.cross = LowRankCross(width, cross_layers, cross_rank)
@@ -191,26 +172,12 @@ def build_model(
     """Build the model `dlrm` or `dcn_v2` on the CPU.
 
     `pooled_dims`: width of each feature's pooled vector, in feature order. Weights are torch's
-    defaults until `initialise`. Raises ConfigError for sizes that do not fit together.
+    defaults until `initialise`. The sizes are those of the checked group `model`.
     """
-    if dense_features < 1 or not pooled_dims:
-        raise ConfigError(
-            f"model={name} needs dense features and tables, got {dense_features} dense features "
-            f"and pooled vectors of {list(pooled_dims)} elements"
-        )
+    arches = dense_arch, over_arch
     if name == "dcn_v2":
-        return DCNv2(
-            dense_features, sum(pooled_dims), dense_arch, over_arch, cross_layers, cross_rank
-        )
-    if name != "dlrm":
-        raise ConfigError(f"model={name!r} is not 'dlrm' or 'dcn_v2'")
-    widths = sorted(set(pooled_dims))
-    if len(widths) != 1:
-        raise ConfigError(
-            f"dlrm needs tables of one width, got {widths}: "
-            "take model=dcn_v2, or leave model.table_dims null"
-        )
-    return DLRM(dense_features, len(pooled_dims), widths[0], dense_arch, over_arch)
+        return DCNv2(dense_features, sum(pooled_dims), *arches, cross_layers, cross_rank)
+    return DLRM(dense_features, len(pooled_dims), pooled_dims[0], *arches)
 
 
 @torch.no_grad()

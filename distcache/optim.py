@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -168,19 +167,14 @@ class FormulaOptimizer(torch.optim.Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """As of `torch.optim.Optimizer`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             rule = self._rows.rule(float(group["lr"]), 1)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parts = list(self.state[parameter].values()) if rule.state_width(1) else []
-                    update_parts(rule, parameter, parts, parameter.grad)
-        return loss
+                    values = self.state[parameter].values() if FORMULAS[rule.name].state else ()
+                    update_parts(rule, parameter, list(values), parameter.grad)
 
 
 # -----------------------------------------------------------------------------
@@ -193,7 +187,7 @@ class FormulaOptimizer(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class RowUpdate(ABC):
+class RowUpdate:
     """One row optimizer; subclasses add their settings.
 
     `weight_decay`: of a row, once in each step that names it, however often. It is added to the
@@ -210,6 +204,8 @@ class RowUpdate(ABC):
     """The value of the key `optim`."""
     formula: ClassVar[str]
     """The name of the formula in `ops.formulas`."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """The settings that it takes after the rate."""
 
     def __post_init__(self) -> None:
         bounds = {"momentum": (0, 1), "lr_power": (-1, 0)}
@@ -257,9 +253,9 @@ class RowUpdate(ABC):
             return Rule(self.formula, numbers, decays="decoupled", decay=lr * self.weight_decay)
         return Rule(self.formula, numbers, decays="l2", decay=self.weight_decay)
 
-    @abstractmethod
     def numbers(self, lr: float, step: int) -> tuple[float, ...]:
         """What the formula takes; arguments as of `rule`."""
+        return lr, *(getattr(self, name) for name in self.takes)
 
 
 @dataclass(frozen=True)
@@ -268,10 +264,6 @@ class SGD(RowUpdate):
 
     name: ClassVar[str] = "sgd"
     formula: ClassVar[str] = "sgd"
-
-    def numbers(self, lr: float, step: int) -> tuple[float, ...]:
-        """See `RowUpdate.numbers`."""
-        return (lr,)
 
 
 @dataclass(frozen=True)
@@ -286,10 +278,7 @@ class MomentumSGD(RowUpdate):
 
     name: ClassVar[str] = "momentum_sgd"
     formula: ClassVar[str] = "momentum_sgd"
-
-    def numbers(self, lr: float, step: int) -> tuple[float, ...]:
-        """See `RowUpdate.numbers`."""
-        return lr, self.momentum
+    takes: ClassVar[tuple[str, ...]] = ("momentum",)
 
 
 @dataclass(frozen=True)
@@ -302,10 +291,7 @@ class Adagrad(RowUpdate):
 
     name: ClassVar[str] = "adagrad"
     formula: ClassVar[str] = "adagrad"
-
-    def numbers(self, lr: float, step: int) -> tuple[float, ...]:
-        """See `RowUpdate.numbers`."""
-        return lr, self.eps
+    takes: ClassVar[tuple[str, ...]] = ("eps",)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ of a look-ahead starts an epoch; which batches were read, given out and recognis
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import logging
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -52,7 +51,7 @@ def lookahead(
     ebc: CachedCollection | nn.Module | Sequence[CachedCollection],
     accumulate: int = 1,
     ids: Callable[[T], Any] | Mapping[CachedCollection, Callable[[T], Any]] | None = None,
-) -> Lookahead[T] | Together[T]:
+) -> Lookahead[T]:
     """Iterate over `batches`, planned ahead for `ebc`; called by all ranks.
 
     `ebc`: a collection, several, or a module with some, which then are read ahead together.
@@ -66,7 +65,7 @@ def lookahead(
     first rank's ends. Each `iter()` starts an epoch, on all ranks together. Raises ConfigError for
     a wrong argument, and what goes wrong with a batch (DataError, StepTooLargeError) at its turn.
     """
-    if isinstance(batches, Lookahead | Epoch | Together):
+    if isinstance(batches, Lookahead | Epoch):
         raise ConfigError(
             "a look-ahead cannot read another look-ahead, whose batches are planned for the loop: "
             "give all collections to one, lookahead(batches, [ebc, other])"
@@ -74,23 +73,18 @@ def lookahead(
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     found = _collections(ebc)
-    resets = [own for own in found if own.reader.collisions and own.resets_evicted]
+    resets = [own for own in found if own.reader.collisions and own._recipe.settings.reset_evicted]
     if resets and accumulate > 1:
         raise ConfigError(
             f"accumulate={accumulate} with reset_evicted=True: rows would start anew in the middle "
             "of a step that has gradients of them; leave out one of the two"
         )
     finders = _finders(ids, found)
-    if len(found) > 1:
 
-        def ahead(part: Part[T], own: CachedCollection) -> Any:
-            return lookahead(part, own, accumulate, finders[own])
+    def read(part: Iterable[T], own: CachedCollection) -> Reader[T]:
+        return Reader(part, own.reader, finders[own] or own.reader.find, accumulate)
 
-        return Together(batches, found, ahead)
-    own = found[0].reader
-    find = finders[found[0]] or own.find
-    read = functools.partial(Reader, batches, own, find, accumulate)
-    return Lookahead(batches, found[0]._member, read)
+    return Lookahead(batches, found, read)
 
 
 def _collections(ebc: Any) -> list[CachedCollection]:
@@ -225,29 +219,17 @@ class Reader(Generic[T]):
         self.stream = engine.ahead(self)
         _running[self.stream] = engine.world
 
-    def stop(self, limit_s: float | None = None) -> bool:
-        """End the threads, with a last word to the other ranks; False if they did not in time.
+    def halt(self, position: int = 0, limit_s: float | None = None) -> None:
+        """End the threads, with a last word to the other ranks, to go on later, if at all, from
+        plan `position`.
 
-        After the same step on all ranks, with what was released moved before; threads that did
-        not end then still run, for they hold the batches and the planner.
+        After the same step on all ranks, with what was released moved before. Raises PeerError for
+        threads that did not end in time: they still run, for they hold the batches and the planner.
         """
-        stream = self.stream
-        if stream is None:
-            return True
-        limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
-        ended = stream.stop(limit_s)
-        if ended:
-            self.stream = None
-        else:
-            log.warning("the planner's thread did not end within %g s", limit_s)
-        return ended
-
-    def halt(self, position: int = 0) -> None:
-        """End the threads, to go on later, if at all, from plan `position`. Raises PeerError where
-        they do not end in time."""
-        if not self.stop():
+        limit = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
+        if self.stream is not None and not self.stream.stop(limit):
             raise self.not_halted()
-        self._next = position
+        self.stream, self._next = None, position
 
     def close(self, limit_s: float | None = None) -> None:
         """End the threads for good, in order if the other ranks allow it within `limit_s`.
@@ -255,9 +237,9 @@ class Reader(Generic[T]):
         Ranks that leave a look-ahead after the same step hold the same rows, and may go on.
         """
         try:
-            self.stop(limit_s)
+            self.halt(limit_s=limit_s)
         except Exception as error:
-            log.warning("moving rows failed: %s", error)
+            log.warning("a look-ahead did not end in order: %s", error)
         finally:
             stream, self.stream = self.stream, None
             if stream is not None:
@@ -328,46 +310,99 @@ class Lookahead(Generic[T]):
     `iter()` starts an epoch and ends the one under way: the old iterator raises then. `next()` of
     the look-ahead itself goes on in the current epoch. Over an iterator, which is read once, there
     is one epoch, and `iter()` goes on in it.
+
+    Each of several collections has an epoch of its own over the same batches. With NCCL on several
+    ranks the first one alone is read ahead, for nothing would fix the order in which ranks issue
+    the exchanges of several; the others plan each batch when it comes.
     """
 
     def __init__(
-        self, batches: Iterable[T], member: Membership, read: Callable[[], Reader[T]]
+        self,
+        batches: Iterable[T],
+        collections: Sequence[CachedCollection],
+        read: Callable[[Iterable[T], CachedCollection], Reader[T]],
     ) -> None:
-        """`read`: begins to read `batches`."""
-        self._batches, self._member, self._read = batches, member, read
-        self._epoch: Epoch[T] | None = None
+        """`read`: begins to read batches for one of the collections."""
+        self._batches, self._collections, self._read = batches, collections, read
+        self._epochs: list[Epoch[T]] = []
+        self._current: Iterator[T] | None = None
         self._had_batches = self._warned = False
 
-    def __iter__(self) -> Epoch[T]:
+    def __iter__(self) -> Iterator[T]:
         """Start an epoch, by all ranks. Raises PeerError where that under way does not end."""
-        epoch = self._epoch
-        if epoch is not None:
-            if isinstance(self._batches, Iterator) and not epoch.exhausted:
-                return epoch
-            self._had_batches |= epoch.count > 0
-            left = epoch.replace()
-            if left and epoch.count and not self._warned:
+        before, several = self._epochs, len(self._collections) > 1
+        if self._current is not None:
+            if isinstance(self._batches, Iterator) and not before[0].exhausted:
+                return self._current
+            self._had_batches |= before[0].count > 0
+            left = [epoch.replace() for epoch in before]
+            if any(left) and before[0].count and not self._warned:
                 log.warning(
                     "an epoch of this look-ahead was ended after %d batches, before its last: the "
                     "next one begins with the first batch again",
-                    epoch.count,
+                    before[0].count,
                 )
                 self._warned = True
-        self._epoch = Epoch(self._read(), self._member, self._had_batches)
-        return self._epoch
+        elif several:
+            world = self._collections[0].tables.world
+            if world.backend == "nccl" and world.size > 1:
+                self._collections, several = self._collections[:1], False
+        count = len(self._collections)
+        parts = _shared(self._batches, count) if several else [self._batches]
+        self._epochs = [
+            Epoch(self._read(part, own), own._member, self._had_batches)
+            for part, own in zip(parts, self._collections, strict=True)
+        ]
+        self._current = _in_step(self._epochs) if several else self._epochs[0]
+        return self._current
 
     def __next__(self) -> T:
         """The next batch of the current epoch."""
-        return next(self._epoch if self._epoch is not None else iter(self))
+        return next(self._current if self._current is not None else iter(self))
 
     def __len__(self) -> int:
         """Batches of an epoch, where they know how many they are."""
         return len(self._batches)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Stop reading ahead; the collection goes on from what its cache holds."""
-        if self._epoch is not None:
-            self._epoch.close()
+        """Stop reading ahead; the collections go on from what their caches hold."""
+        for epoch in self._epochs:
+            epoch.close()
+
+
+def _shared(batches: Iterable[T], readers: int) -> list[Iterator[T]]:
+    """`batches` for threads that read each at its own pace. Each batch is taken once; an error in
+    the place of one is raised in all threads, at its turn."""
+    lock = threading.Lock()
+
+    def told() -> Iterator[tuple[Any, Exception | None]]:
+        try:
+            for batch in batches:
+                yield batch, None
+        except Exception as error:
+            yield None, error
+
+    def read(own: Iterator[tuple[Any, Exception | None]]) -> Iterator[T]:
+        while True:
+            with lock:
+                found = next(own, None)
+            if found is None:
+                return
+            batch, error = found
+            if error is not None:
+                raise error
+            yield batch
+
+    return [read(own) for own in itertools.tee(told(), readers)]
+
+
+def _in_step(epochs: list[Epoch[T]]) -> Iterator[T]:
+    """The batches of all epochs. It does not hold who has it: to drop that ends them."""
+    while True:
+        batches = [batch for epoch in epochs for batch in itertools.islice(epoch, 1)]
+        if len(batches) < len(epochs):
+            return
+        yield batches[0]
 
 
 class Epoch(Generic[T]):
@@ -471,7 +506,7 @@ class Epoch(Generic[T]):
                     "them)"
                 )
             if not read.is_unchanged(features, self._source.reader.read):
-                raise self._altered(place[0])
+                raise self.altered(place[0])
             self._pending.remove(place)
             self._pending.appendleft(place)
             return True
@@ -512,11 +547,9 @@ class Epoch(Generic[T]):
         self.halt()
         self._source.kept[position].reads[micro] = read
 
-    def altered(self) -> PlanError:
-        """The error for a batch that is none of those given out."""
-        return self._altered(self._pending[0][0])
-
-    def _altered(self, position: int) -> PlanError:
+    def altered(self, position: int | None = None) -> PlanError:
+        """The error for a batch that is none of those given out, or not as that of `position`."""
+        position = self._pending[0][0] if position is None else position
         return PlanError(
             f"the ids that came to the collection are not those of batch {position}, which "
             "lookahead gave out next: its plan is for the ids as they were read. Change batches "
@@ -564,128 +597,3 @@ class Epoch(Generic[T]):
         self._source.close(limit_s)
         self._plans.clear()
         self._pending.clear()
-
-
-# -----------------------------------------------------------------------------
-# Several collections of one model, each with a look-ahead of its own over the same batches.
-
-
-class Pass(Generic[T]):
-    """One pass over batches that several threads read, each at its own pace; each batch is taken
-    from the source once."""
-
-    def __init__(self, batches: Iterable[T], readers: int) -> None:
-        self._batches, self._lock = batches, threading.Lock()
-        self._source: Iterator[T] | None = None
-        self._waiting: list[deque[T]] = [deque() for _ in range(readers)]
-        self._error: Exception | None = None
-
-    def read(self, reader: int) -> Iterator[T]:
-        """The batches, for one of the readers."""
-        waiting = self._waiting[reader]
-        while True:
-            with self._lock:
-                if not waiting and not self._take():
-                    return
-                batch = waiting.popleft()
-            yield batch
-
-    def _take(self) -> bool:
-        """Take a batch for all readers; False at the end. What the source raises, all readers raise
-        at its turn."""
-        try:
-            if self._error is not None:
-                raise self._error
-            if self._source is None:
-                self._source = iter(self._batches)
-            batch = next(self._source)
-        except StopIteration:
-            return False
-        except Exception as error:
-            self._error = error
-            raise
-        for own in self._waiting:
-            own.append(batch)
-        return True
-
-
-class Part(Generic[T]):
-    """What one reader has of several, in `current`, the pass that all of them are in: one that did
-    not come to begin the last pass is no pass behind the others."""
-
-    current: Pass[T]
-
-    def __init__(self, reader: int) -> None:
-        self._reader = reader
-
-    def __iter__(self) -> Iterator[T]:
-        return self.current.read(self._reader)
-
-
-def _next(epoch: Epoch[T]) -> list[T]:
-    """The next batch of an epoch; empty at its end."""
-    return list(itertools.islice(epoch, 1))
-
-
-def _in_step(epochs: list[Epoch[T]]) -> Generator[T, None, None]:
-    """The batches of all epochs. It does not hold who has it: to drop that ends them."""
-    while True:
-        batches = list(itertools.chain.from_iterable(map(_next, epochs)))
-        if len(batches) < len(epochs):
-            return
-        yield batches[0]
-
-
-class Together(Generic[T]):
-    """Batches that are planned ahead for several collections, epoch after epoch, as a `Lookahead`
-    does for one; made by `lookahead`.
-
-    With NCCL on several ranks the first one alone is read ahead, for nothing would fix the order in
-    which ranks issue the exchanges of several; the others plan each batch when it comes.
-    """
-
-    def __init__(
-        self,
-        batches: Iterable[T],
-        collections: Sequence[CachedCollection],
-        ahead: Callable[[Iterable[T], CachedCollection], Any],
-    ) -> None:
-        """`ahead`: makes the look-ahead of one of them."""
-        self._batches, self._collections, self._ahead = batches, collections, ahead
-        self._parts: list[Lookahead[T]] = []
-        self._shares: list[Part[T]] = []
-        self._epoch: Generator[T, None, None] | None = None
-
-    def __iter__(self) -> Iterator[T]:
-        """Start an epoch, by all ranks; over an iterator, go on."""
-        if not self._parts:
-            world = self._collections[0].tables.world
-            alone = world.backend == "nccl" and world.size > 1
-            chosen = self._collections[: 1 if alone else None]
-            self._shares = [Part(at) for at in range(len(chosen))]
-            self._parts = list(map(self._ahead, self._shares, chosen))
-        elif isinstance(self._batches, Iterator) and (epoch := self._open()):
-            return epoch
-        current = Pass(self._batches, len(self._shares))
-        for share in self._shares:
-            share.current = current
-        self._epoch = _in_step([iter(part) for part in self._parts])
-        return self._epoch
-
-    def __next__(self) -> T:
-        """The next batch of the current epoch, or the first of the next one."""
-        return next(self._open() or iter(self))
-
-    def _open(self) -> Iterator[T] | None:
-        """The current epoch, unless it has ended."""
-        epoch = self._epoch
-        return None if epoch is None or epoch.gi_frame is None else epoch
-
-    def __len__(self) -> int:
-        """Batches of an epoch, where they know how many they are."""
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        """Stop reading ahead; the collections go on from what their caches hold."""
-        for part in self._parts:
-            part.close()

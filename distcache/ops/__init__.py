@@ -80,7 +80,7 @@ def _dispatched(operation: Callable[P, R], *floats: int) -> Callable[P, R]:
 
 
 pooled_lookup = _dispatched(reference.pooled_lookup, 0)
-# A kernel that needs `chunks_for(segments)` and does not get it makes it: it waits for the device.
+# A kernel needs `chunks_for(segments)`, on its device.
 row_gradients = _dispatched(reference.row_gradients, 0)
 update_rows = _dispatched(reference.update_rows, 1, 2, 4)
 put = _dispatched(reference.put, 0)

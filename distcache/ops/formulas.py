@@ -158,11 +158,6 @@ class Formula(NamedTuple):
     step: Callable[..., Any]
     state: tuple[tuple[str, bool], ...] = ()
 
-    @property
-    def takes_means(self) -> bool:
-        """Whether it takes means of rows."""
-        return "mean" in self.step.__code__.co_names
-
     def columns(self, dim: int) -> dict[str, slice]:
         """The columns of each part in state `[U, S]` of rows of `dim` elements."""
         found, first = {}, 0

@@ -33,18 +33,6 @@ class Rule:
     decay: float = 0.0
     """By how much: added to the gradient times the weight, or taken of the weight."""
 
-    def __post_init__(self) -> None:
-        if self.name not in FORMULAS:
-            raise ConfigError(f"no formula for the row optimizer {self.name!r}")
-
-    def columns(self, dim: int) -> dict[str, slice]:
-        """See `Formula.columns`."""
-        return FORMULAS[self.name].columns(dim)
-
-    def state_width(self, dim: int) -> int:
-        """S: floats of state of a row of `dim` elements."""
-        return FORMULAS[self.name].width(dim)
-
 
 # -----------------------------------------------------------------------------
 # Long segments in chunks: who sums what, so that a hot row does not keep one program busy.
@@ -66,63 +54,49 @@ class SegmentChunks:
     """The chunk tables of a step's long segments. N_l: chunks of pass l; H: long segments.
 
     `table`: all tables in one tensor, so that one copy brings them to the device;
-    `sizes`: (N_1, ..., N_last = H), empty where no segment is long; `chunk`: the most additions.
+    `sizes`: (N_1, ..., N_last = H), empty where no segment is long.
     """
 
     table: Tensor
     sizes: tuple[int, ...]
-    chunk: int
-
-    def to(self, device: torch.device) -> SegmentChunks:
-        """The same on a device, for which nobody waits."""
-        table = self.table.pin_memory() if device.type == "cuda" else self.table
-        return SegmentChunks(table.to(device, non_blocking=True), self.sizes, self.chunk)
 
     def passes(self) -> list[tuple[Tensor, Tensor]]:
         """(starts, ends), `[N_l]` each: places in `order` for the first pass, afterwards
         indices of the chunks of the pass before."""
-        parts = self.table.split([size for n in self.sizes for size in (n, n)] + [self._long])
+        parts = self.table.split([size for n in self.sizes for size in (n, n)] + [len(self.rows)])
         return [(parts[2 * i], parts[2 * i + 1]) for i in range(len(self.sizes))]
 
     @property
     def rows(self) -> Tensor:
         """`[H]`: the long segments, ascending."""
-        return self.table[len(self.table) - self._long :]
-
-    @property
-    def _long(self) -> int:
-        return self.sizes[-1] if self.sizes else 0
+        return self.table[len(self.table) - sum(self.sizes[-1:]) :]
 
 
-def segment_chunks(segments: Tensor, chunk: int = CHUNK) -> SegmentChunks:
+def segment_chunks(segments: Tensor) -> SegmentChunks:
     """The chunk tables of `segments`, int32 or int64 `[R + 1]` on the CPU, of that dtype.
 
-    Takes a pass over `segments` and time that grows with the number of chunks. Raises ConfigError
-    for a `chunk` below 2.
+    Takes a pass over `segments` and time that grows with the number of chunks.
     """
-    if chunk < 2:
-        raise ConfigError(f"chunk={chunk}: sums of fewer than 2 numbers never come to an end")
     lengths = segments.diff()
-    rows = (lengths > chunk).nonzero().squeeze(1)
+    rows = (lengths > CHUNK).nonzero().squeeze(1)
     if len(rows) == 0:
-        return SegmentChunks(segments.new_empty(0), (), chunk)
+        return SegmentChunks(segments.new_empty(0), ())
     starts, lengths = segments[rows], lengths[rows]
     tables: list[Tensor] = []
     sizes = []
     while not sizes or sizes[-1] > len(rows):
-        counts = (lengths + (chunk - 1)).div(chunk, rounding_mode="floor")
+        counts = (lengths + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
         # Chunks of all long segments, one segment after the other: `first` of each segment.
         after = counts.cumsum(0)
         first = after - counts
         segment = torch.repeat_interleave(counts)
         within = torch.arange(len(segment)) - first[segment]
-        begin = starts[segment] + within * chunk
-        end = torch.minimum(begin + chunk, (starts + lengths)[segment])
+        begin = starts[segment] + within * CHUNK
+        end = torch.minimum(begin + CHUNK, (starts + lengths)[segment])
         tables += [begin, end]
         sizes.append(len(segment))
         starts, lengths = first, counts
-    table = torch.cat([*tables, rows]).to(segments.dtype)
-    return SegmentChunks(table, tuple(sizes), chunk)
+    return SegmentChunks(torch.cat([*tables, rows]).to(segments.dtype), tuple(sizes))
 
 
 # -----------------------------------------------------------------------------
@@ -235,7 +209,7 @@ def update(rule: Rule, weight: Tensor, state: Tensor | None, gradient: Tensor) -
     (`addcdiv`, `add` with `alpha`) may round differently in the vectorised body and the scalar
     tail of a CPU loop. `gradient` is left as it is.
     """
-    columns = rule.columns(weight.shape[1]).values()
+    columns = FORMULAS[rule.name].columns(weight.shape[1]).values()
     if state is None and columns:
         raise ConfigError(f"{rule.name} keeps state for each row: pass `state` [U, S]")
     update_parts(rule, weight, [] if state is None else [state[:, at] for at in columns], gradient)

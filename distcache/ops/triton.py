@@ -5,7 +5,7 @@ equal to the reference (but for weights, where CPU bodies of `embedding_bag` may
 sum). `row_gradients` adds as `reference.segment_chunks` says: equal to
 `reference.row_gradients` for rows of at most `reference.CHUNK` occurrences.
 
-Nothing here waits for the device, except `row_gradients` without `chunks`.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distcache.errors import ConfigError
 from distcache.layout import HALVES
 from distcache.ops import reference, triton_kernels
 from distcache.ops.formulas import FORMULAS
-from distcache.ops.reference import Rule, SegmentChunks, segment_chunks
+from distcache.ops.reference import Rule, SegmentChunks
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
@@ -68,22 +68,19 @@ def row_gradients(
     bag_of: Tensor,
     order: Tensor,
     segments: Tensor,
-    weights: Tensor | None = None,
-    chunks: SegmentChunks | None = None,
+    weights: Tensor | None,
+    chunks: SegmentChunks,
 ) -> Tensor:
     """See `reference.row_gradients`, but for the order of additions of long segments.
 
-    `chunks`: `segment_chunks(segments)` on the device of the others. Without it, `segments` is
-    copied to the CPU first, which waits for the device.
+    `chunks`: `segment_chunks(segments)`, with its table on the device of the others.
     """
-    if chunks is None:
-        chunks = segment_chunks(segments.cpu()).to(segments.device)
     values = _unit_columns(bag_gradients)
     out = values.new_empty(max(len(segments) - 1, 0), values.shape[1])
     if len(values) == 0:
         return out.zero_()
     ids: dict[str, Any] = {"inner": bag_of, "outer": order, "weights": weights}
-    most = chunks.chunk if chunks.sizes else 0
+    most = reference.CHUNK if chunks.sizes else 0
     _segment_sums(values, (segments[:-1], segments[1:]), out, most=most, **ids)
     passes = chunks.passes()
     for index, bounds in enumerate(passes):
@@ -140,7 +137,7 @@ def _layout(name: str, dim: int) -> tuple[int, dict[str, Any]]:
     formula = FORMULAS[name]
     columns = tuple((at.start, at.stop - at.start) for at in formula.columns(dim).values())
     constants = {"RULE": triton_kernels.FORMULAS[name], "COLUMNS": columns}
-    folded = formula.takes_means and dim & (dim - 1) > 0
+    folded = "mean" in formula.step.__code__.co_names and dim & (dim - 1) > 0
     return formula.width(dim), constants | {"FOLDED": folded, "STEPS": (dim - 1).bit_length()}
 
 

@@ -139,7 +139,7 @@ def test_epochs_end_and_begin_for_all() -> None:
     through(next(once))
     assert [len(batch.labels) for batch in _looked_up(once, through)] == [BATCH, BATCH]
     with pytest.raises(PlanError, match="has no batch, but the one before had some"):
-        next(once)
+        next(iter(once))
     with pytest.raises(ConfigError, match="give all collections to one"):
         lookahead(ahead, model.first)
     for wrong in ([], [model.first, model.first], nn.Linear(1, 1), [model]):

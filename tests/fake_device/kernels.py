@@ -14,6 +14,7 @@ import torch
 from fake_device.fake_torch import launch_kernel
 
 from distcache.ops import reference, triton_kernels
+from distcache.ops.formulas import FORMULAS
 from distcache.ops.reference import Rule
 
 
@@ -58,7 +59,7 @@ def update_rows(
     """See `triton_kernels.update_rows`."""
     name = next(name for name, formula in triton_kernels.FORMULAS.items() if formula is RULE)
     rule = Rule(name, numbers[:NUMBERS], EXPONENT, DECAY, decay)
-    kept, flag = state if rule.state_width(1) else None, enabled if MASKED else None
+    kept, flag = state if FORMULAS[name].state else None, enabled if MASKED else None
     reference.update_rows(rule, weight, kept, slots, gradient, flag)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from distcache.errors import ConfigError
 from distcache.models import DLRM, DotInteraction, build_model, initialise
 
 FEATURES, DIM, DENSE, BATCH = 5, 8, 7, 12
@@ -127,21 +126,3 @@ def test_initialise_is_a_function_of_the_seed_with_the_spread_of_dlrm():
     layer = initialise(DLRM(400, 3, 300, [300], [8, 1]), 1).dense_arch[0]
     assert abs(layer.weight.std().item() / (2 / 700) ** 0.5 - 1) < 0.02
     assert abs(layer.bias.std().item() / (1 / 300) ** 0.5 - 1) < 0.15
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("mlp", 3, [4], [4], [1]), "'dlrm' or 'dcn_v2'"),
-        (("dlrm", 3, [4, 8], [4], [1]), "model.table_dims"),
-        (("dlrm", 3, [4, 4], [8], [1]), "must end in 4"),
-        (("dlrm", 3, [4, 4], [4], [2]), "model.over_arch"),
-        (("dlrm", 3, [4, 4], [], [1]), "model.dense_arch"),
-        (("dlrm", 0, [4, 4], [4], [1]), "dense"),
-        (("dcn_v2", 3, [4, 8], [4], [8, 0, 1]), "every size at least 1"),
-        (("dcn_v2", 3, [4, 8], [4], [8, 1], 2, 0), "model.cross_rank=0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named(arguments, words):
-    with pytest.raises(ConfigError, match=words):
-        build_model(*arguments)

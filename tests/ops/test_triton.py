@@ -7,6 +7,7 @@ are up to one unit in the last place off).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +22,7 @@ from distcache import ops
 from distcache.errors import ConfigError
 from distcache.layout import HALVES
 from distcache.ops import formulas, reference
-from distcache.ops.reference import CHUNK, Rule, segment_chunks
+from distcache.ops.reference import CHUNK, Rule, SegmentChunks, segment_chunks
 from distcache.versions import installed, minor
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -41,6 +42,8 @@ DIMS = [1, 2, 3, 4, 5, 8, 12, 16, 20, 33, 64, 100, 128, 260, 512]
 
 def here(value):
     """A tensor, None or chunk tables on the device of the kernels."""
+    if isinstance(value, SegmentChunks):
+        return replace(value, table=value.table.to(DEVICE))
     return None if value is None else value.to(DEVICE)
 
 
@@ -96,11 +99,10 @@ def test_gradients_equal_the_reference(seed, bags, rows, dim, weighted, skew, ch
     order, segments = segments_of(positions, rows)
     upstream = torch.randn(bags, dim, generator=generator)
     call = (upstream, bag_of(offsets), order, segments, weights)
-    chunks = segment_chunks(segments, chunk)
-    found = gradients(*call, chunks)
+    with patch.object(reference, "CHUNK", chunk):
+        chunks = segment_chunks(segments)
+        found = gradients(*call, chunks)
     assert torch.equal(found, chunked_row_gradients(*call, chunks))
-    if chunk == CHUNK:
-        assert torch.equal(found, gradients(*call))
     if weights is None:  # up to `chunk` occurrences the order is that of the plain reference
         short = segments.diff() <= chunk
         assert torch.equal(found[short], reference.row_gradients(*call)[short])
@@ -152,7 +154,7 @@ def ieee_sqrt(monkeypatch):
 def random_rows(seed, rule, count, capacity, dim):
     """weight [C, D], state [C, S] or None, slots [U], gradient [U, D]."""
     generator = torch.Generator().manual_seed(seed)
-    width = rule.state_width(dim)
+    width = formulas.FORMULAS[rule.name].width(dim)
     return (
         torch.randn(capacity, dim, generator=generator),
         torch.rand(capacity, width, generator=generator) if width else None,
@@ -244,7 +246,7 @@ def test_nothing_to_do():
     for rows, bags in ((torch.zeros(0, 4), 3), (torch.ones(2, 4), 0), (torch.ones(2, 4), 2)):
         found = lookup(rows, none, torch.zeros(bags + 1, dtype=torch.int64), None)
         assert torch.equal(found, torch.zeros(bags, 4))
-        assert gradients(rows, none, none, zero).shape == (0, 4)
+        assert gradients(rows, none, none, zero, None, segment_chunks(zero)).shape == (0, 4)
     weight, _ = updated(RULES[0], torch.ones(3, 4), None, none, torch.zeros(0, 4))
     assert (weight == 1).all()
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from jagged import bag_of, segments_of
 
+from distcache.ops import reference
 from distcache.ops.formulas import FORMULAS
 from distcache.ops.reference import Rule, segment_chunks
 
@@ -71,8 +72,9 @@ def call_all(width):
         bodies.pooled_lookup(rows, positions, offsets, weights)
         upstream = torch.zeros(20, width)
         for chunk in (2, 40):
+            reference.CHUNK = chunk
             call = (upstream, bag_of(offsets), order, segments, weights)
-            bodies.row_gradients(*call, segment_chunks(segments, chunk))
+            bodies.row_gradients(*call, segment_chunks(segments))
     at = torch.arange(3)
     bodies.copy_rows(rows, at, torch.zeros(3, width), None)
     bodies.copy_rows(torch.zeros(3, width), None, rows, at)
@@ -81,7 +83,7 @@ def call_all(width):
         others = 3 + len(formula.state) + (exponent > 0)
         numbers = (0.1,) * (formula.step.__code__.co_argcount - others)
         rule = Rule(name, numbers, exponent, decays, 0.1)
-        state = torch.zeros(4, rule.state_width(width)) if name != "sgd" else None
+        state = torch.zeros(4, FORMULAS[rule.name].width(width)) if name != "sgd" else None
         for enabled in (None, torch.ones((), dtype=torch.bool)):
             bodies.update_rows(rule, rows, state, torch.arange(3), torch.zeros(3, width), enabled)
     for dtype in (torch.float16, torch.bfloat16):  # with the last of these
