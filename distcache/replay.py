@@ -15,7 +15,7 @@ from distcache.compiled import array, compiled, i8, in4, in8, out1, out4, types
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomeDecision, HomePlanner, Parts
-from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy, grouped
+from distcache.planner.victims import DEFAULT, NONE, PINNED, Policy
 from distcache.popularity.statistics import Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
@@ -313,8 +313,7 @@ class NamedParts(Parts):
 
     def __init__(self, like: Parts, names: np.ndarray) -> None:
         super().__init__(like.slots, like.rows, like.shelves, like.bits)
-        _, starts, places = like.divide(names)
-        shelf = np.searchsorted(starts, places, side="right") - 1
+        shelf, (_, starts, places) = like.shelved(names)[0], like.divide(names)
         first = starts[:: 1 << self.shelves - self.bits]
         part = shelf >> self.shelves - self.bits
         own = {"_shelf": shelf, "_number": places - first[part], "_most": np.diff(first).max()}
@@ -329,12 +328,9 @@ class NamedParts(Parts):
         """See `Parts.enough`: no more is known."""
         return len(local)
 
-    def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Parts.divide`."""
-        order, starts = grouped(self._shelf[local], 1 << self.shelves)
-        places = np.empty(len(order), np.int32)
-        places[order] = np.arange(len(order))
-        return self._number[local[order]].astype(np.int32), starts, places
+    def shelved(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Parts.shelved`."""
+        return self._shelf[local], self._number[local]
 
 
 def make_planner(
