@@ -146,7 +146,10 @@ class CacheRequest:
         elif keys.replicated_rows is not None:
             counts = given_rows(keys.replicated_rows, known.tables, "cache.replicated_rows")
         else:
-            counts = rows_of_share(keys.replicated_share, known)
+            # How many rows of each table are among the most frequent share of all rows.
+            wanted = max(1, round(keys.replicated_share * sum(of.rows for of in known.tables)))
+            histograms = zip(*(of.histogram() for of in known.statistics.tables), strict=True)
+            counts = [int(count) for count in top_rows(*histograms, wanted)]
         return placed(self.state, kind, counts, known)
 
     def _cluster(self, world: World, measure: Callable[[], Cluster] | None) -> Cluster:
@@ -221,13 +224,6 @@ class CacheRequest:
         if pinned is not None:
             pinned = on_first(world, lambda: first_rows(*of, budget.steps - 1))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
-
-
-def rows_of_share(share: float, known: Known) -> list[int]:
-    """How many rows of each table are among the most frequent `share` of all rows."""
-    wanted = max(1, round(share * sum(table.rows for table in known.tables)))
-    counts, rows = zip(*(table.histogram() for table in known.statistics.tables), strict=True)
-    return [int(count) for count in top_rows(counts, rows, wanted)]
 
 
 def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
