@@ -194,8 +194,7 @@ class HomeDecision:
     `previous` int32 `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for
     each rank, int32, the canonical index within this home of every row that it asked for; `slots`
     `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to fetch,
-    ascending, which fill `fetch_slots`; `missing` uint8 `[U_h]`: whether a row is one of these;
-    rows are row numbers of the layout (int64).
+    ascending, which fill `fetch_slots`; rows are row numbers of the layout (int64).
     """
 
     step: int
@@ -209,7 +208,6 @@ class HomeDecision:
     evict_rows: np.ndarray
     latest_use: int
     fetch_slots: np.ndarray
-    missing: np.ndarray
 
 
 class Planner:
@@ -483,16 +481,15 @@ class HomePlanner(Planner):
         scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest, self._names)
         where = (entry.firsts, self._own_slots, self.parts.shape)
         slots, fetch, taken, evict_slots = np.empty((4, entry.rows), np.int32)
-        local, levels = np.empty((2, entry.rows), np.int64), np.empty((3, entry.rows), np.uint8)
+        local, levels = np.empty((2, entry.rows), np.int64), np.empty((2, entry.rows), np.uint8)
         out = (slots, *levels, fetch, taken, evict_slots, *local)
-        done = np.empty((self.parts.count, 5), np.int64)
+        done = np.empty((self.parts.count, 3), np.int64)
         due = loops.Due(*when, *scale, *where, *out, done)
         return due, lambda: self._decision(entry, due, before)
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        of = due.fetch, due.taken, due.fetched, due.evict_slots, due.evicted
-        came, gone, latest, self._lowest = loops.gather(due.done, self._home.keys, *of)
+        came, gone, latest, self._lowest = loops.gather(self._home.keys, due)
         if latest < -1:
             raise PlanError(
                 f"step {entry.named.step}: home rank {self.home} finds too few slots that may leave"
@@ -510,7 +507,6 @@ class HomePlanner(Planner):
             evict_rows=self.layout.row(self.home, due.evicted[:gone]),
             latest_use=latest,
             fetch_slots=due.taken[:came],
-            missing=due.missing,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
@@ -608,7 +604,7 @@ class ResidentPlanner(Planner):
         self._planned = entry.named.step
         rows = self.layout.row(self.home, entry.local(self.parts))
         known = (entry.named.step, entry.kind, entry.dense(entry.named.previous), entry.replies())
-        return HomeDecision(*known, rows, *[none] * 4, -1, none, np.zeros(len(rows), np.uint8))
+        return HomeDecision(*known, rows, *[none] * 4, -1, none)
 
 
 class PassThroughPlanner(ResidentPlanner):
@@ -638,7 +634,6 @@ class PassThroughPlanner(ResidentPlanner):
             evict_rows=old_rows,
             latest_use=latest,
             fetch_slots=slots,
-            missing=np.ones(len(slots), np.uint8),
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:

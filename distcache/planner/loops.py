@@ -469,13 +469,12 @@ class Due(NamedTuple):
     see `count_use`; `names` int32 `[K, R]` or `[K, 0]`: what rows are called there, none: as they
     are numbered in their part.
 
-    Of the home's rows in canonical order: `slots`, the `levels` that they had, those that they
-    have, `counted`, and which are `missing` (uint8 all three). And of consecutive parts that one
-    call decides, from `dense` of the first on: `fetch`, which of the home's rows to fetch, `taken`,
-    the slots that these fill, and `fetched`, their local rows; `evict_slots`, and `evicted`, the
-    local rows that leave these. int32 `[U]` each, local rows int64. `done` int64 `[K, 5]`: how many
-    are fetched, how many leave, the latest last use of a slot that is filled, -2 where slots are
-    too few, and from where on `fetch` and `evict_slots` have those.
+    Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
+    have, `counted` (both uint8). And of part p, from `dense[p]` on: `fetch`, which of the home's
+    rows to fetch, `taken`, the slots that these fill, and `fetched`, their local rows;
+    `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]` each, local rows
+    int64. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
+    slot that is filled, -2 where slots are too few.
     """
 
     named: Named
@@ -494,7 +493,6 @@ class Due(NamedTuple):
     slots: np.ndarray
     levels: np.ndarray
     counted: np.ndarray
-    missing: np.ndarray
     fetch: np.ndarray
     taken: np.ndarray
     evict_slots: np.ndarray
@@ -506,26 +504,21 @@ class Due(NamedTuple):
 _due = types.NamedTuple(
     [
         *(_named, i8, i8, i8, i8, out4, out8, out8, out1, out44, out8, out8, out8),
-        *(out4, out1, out1, out1, out4, out4, out4, out8, out8, out88),
+        *(out4, out1, out1, out4, out4, out4, out8, out8, out88),
     ],
     Due,
 )
 
 
-@compiled(i8(_home, i8, _due, i8))
-def look_up(home: Home, part: int, due: Due, first: int) -> int:
+@compiled(i8(_home, i8, _due))
+def look_up(home: Home, part: int, due: Due) -> int:
     """Hold the slots of those rows of the step that are cached, and count the use of all. Writes
-    each row's slot, or -1, and which of them are to be fetched, from `first` on; returns how many
-    these are."""
-    index, table, step, rate = home.index[part], home.table[part], due.named.step, due.rate
-    start, size, base = due.dense[part], due.named.counts[part], due.named.bases[part]
-    distinct, previous = (
-        due.named.distinct[base : base + size],
-        due.named.previous[base : base + size],
-    )
+    each row's slot, or -1, and which of them are to be fetched; returns how many these are."""
+    index, table, named, rate = home.index[part], home.table[part], due.named, due.rate
+    start, size, base, step = due.dense[part], named.counts[part], named.bases[part], named.step
+    distinct, previous = named.distinct[base : base + size], named.previous[base : base + size]
     slots, levels = due.slots[start : start + size], due.levels[start : start + size]
-    counted, missing = due.counted[start : start + size], due.missing[start : start + size]
-    names, count = due.names, first
+    counted, names, count = due.counted[start : start + size], due.names, start
     for k in range(len(distinct)):
         if k + _EARLY < len(distinct):
             fetch_early(index, distinct[k + _EARLY])
@@ -540,7 +533,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
             level = count_use(level, age, name, step, due.values, due.factors, due.nearest)
             index[at(row), HELD] = slot * LEVELS + level
-        counted[k], missing[k] = level, slot < 0
+        counted[k] = level
         if slot < 0:
             due.fetch[at(count)] = start + k
             count += 1
@@ -549,7 +542,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
                 unlink(table, slot)
             # Held: it is no victim of its own step.
             table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
-    return count - first
+    return count - start
 
 
 @compiled(types.void(_home, i8, i8))
@@ -564,15 +557,14 @@ def raise_keys(home: Home, part: int, base: int) -> None:
         home.keys[part] += 1
 
 
-@compiled(i8(_home, i8, _due, i8, i8, i8))
-def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) -> int:
-    """Give the slots of the part in `due.taken`, from `first` on, which then has those of the
-    device, to the rows that are fetched; how many rows leave them, which go to `due.evicted` from
-    `gone` on."""
-    index, row_of, leaving = home.index[part], home.row_of[part], gone
-    shift, own = due.named.bases[part] - due.dense[part], due.own_slots[part]
-    fetch, taken = due.fetch[first : first + misses], due.taken[first : first + misses]
-    fetched = due.fetched[first : first + misses]
+@compiled(i8(_home, i8, _due, i8))
+def fill(home: Home, part: int, due: Due, misses: int) -> int:
+    """Give the slots of the part in `due.taken`, which then has those of the device, to the rows
+    that are fetched; how many rows leave them, which go to `due.evicted`."""
+    index, row_of, start = home.index[part], home.row_of[part], due.dense[part]
+    shift, own, leaving = due.named.bases[part] - start, due.own_slots[part], start
+    fetch, taken = due.fetch[start : start + misses], due.taken[start : start + misses]
+    fetched = due.fetched[start : start + misses]
     for i in range(len(fetch)):
         if i + 2 * _EARLY < len(fetch):
             fetch_early(row_of, taken[i + 2 * _EARLY])
@@ -588,39 +580,31 @@ def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) ->
         index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
         row_of[at(slot)], due.slots[at(k)] = row, slot
         fetched[i], taken[i] = row_in(part, row, due.shape), slot + own
-    return leaving - gone
+    return leaving - start
 
 
-@compiled(types.void(_home, i8, _due, i8, i8))
-def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
-    """Decide a step in one part; what is fetched is told from `came` on, what leaves from
-    `gone`."""
-    table, start, step, size = (
-        home.table[part],
-        due.dense[part],
-        due.named.step,
-        due.named.counts[part],
-    )
-    misses = look_up(home, part, due, came)
+@compiled(types.void(_home, i8, _due))
+def plan_part(home: Home, part: int, due: Due) -> None:
+    """Decide a step in one part."""
+    named, table, start = due.named, home.table[part], due.dense[part]
+    step, size, misses = named.step, named.counts[part], look_up(home, part, due)
     node = home.row_of.shape[1] + STEPS + (step & (home.begins.shape[1] - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
-    named = due.slots[start : start + size]
-    latest = take(home, part, *when, highest, named, due.taken, came, came + misses)
+    slots, counted = due.slots[start : start + size], due.counted[start : start + size]
+    latest = take(home, part, *when, highest, slots, due.taken, start, start + misses)
     due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
-    due.done[part, 3], due.done[part, 4] = came, gone
     if latest < -1:
         return
-    due.done[part, 1] = fill(home, part, due, misses, came, gone)
+    due.done[part, 1] = fill(home, part, due, misses)
     look_ahead(home, part, step)
-    slots, counted = due.slots[start : start + size], due.counted[start : start + size]
     for k in range(len(slots)):
         if counted[k] != PINNED:
             file(home, part, slots[k], due.base + due.ranks[at(counted[k])])
         slots[k] += due.own_slots[part]
-    for rank in range(len(due.named.starts)):
+    for rank in range(len(named.starts)):
         shelf, end = part << due.shape[1], (part + 1) << due.shape[1]
-        labels = due.named.labels[due.named.starts[rank, shelf] : due.named.starts[rank, end]]
+        labels = named.labels[named.starts[rank, shelf] : named.starts[rank, end]]
         for i in range(len(labels)):
             labels[i] += start
     raise_keys(home, part, due.base)
@@ -648,47 +632,37 @@ def ingest(home: Home, first: int, last: int, named: Named) -> None:
 @compiled(types.void(_home, i8, i8, _due))
 def plan(home: Home, first: int, last: int, due: Due) -> None:
     """Decide a step in the parts from `first` to `last` - 1."""
-    came = gone = due.dense[first]
     for part in range(first, last):
         due.done[part, 0] = read_all(home, part, due.named.counts[part])
-        plan_part(home, part, due, came, gone)
-        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
+        plan_part(home, part, due)
 
 
 @compiled(types.void(_home, i8, i8, _named, _due))
 def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
     """`ingest` one step and `plan` another, while what a part has is in the core's cache."""
-    came = gone = due.dense[first]
     for part in range(first, last):
         due.done[part, 0] = read_all(home, part, due.named.counts[part])
         ingest_part(home, part, named)
-        plan_part(home, part, due, came, gone)
-        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
+        plan_part(home, part, due)
 
 
-@compiled(types.UniTuple(i8, 4)(out88, in8, out4, out4, out8, out4, out8))
-def gather(
-    done: np.ndarray,
-    keys: np.ndarray,
-    fetch: np.ndarray,
-    taken: np.ndarray,
-    fetched: np.ndarray,
-    evict_slots: np.ndarray,
-    evicted: np.ndarray,
-) -> tuple[int, int, int, int]:
+@compiled(types.UniTuple(i8, 4)(in8, _due))
+def gather(keys: np.ndarray, due: Due) -> tuple[int, int, int, int]:
     """What all parts fetch and evict without gaps, in their places (see `Due`, and `Home` for
     `keys`). How many these are, the latest last use of a slot that is filled, -2 where some part
     has too few, and the lowest key."""
     came, gone, latest, lowest = 0, 0, -1, keys[0]
-    for part in range(len(done)):
-        misses, leaving, first, out = done[part, 0], done[part, 1], done[part, 3], done[part, 4]
-        latest, lowest = max(latest, done[part, 2]), min(lowest, keys[part])
-        if done[part, 2] < -1:
+    for part in range(len(keys)):
+        misses, leaving, used = due.done[part, 0], due.done[part, 1], due.done[part, 2]
+        first = due.dense[part]
+        latest, lowest = max(latest, used), min(lowest, keys[part])
+        if used < -1:
             return 0, 0, -2, lowest
         for i in range(misses if first > came else 0):
-            fetch[came + i], taken[came + i] = fetch[first + i], taken[first + i]
-            fetched[came + i] = fetched[first + i]
-        for i in range(leaving if out > gone else 0):
-            evict_slots[gone + i], evicted[gone + i] = evict_slots[out + i], evicted[out + i]
+            due.fetch[came + i], due.taken[came + i] = due.fetch[first + i], due.taken[first + i]
+            due.fetched[came + i] = due.fetched[first + i]
+        for i in range(leaving if first > gone else 0):
+            due.evict_slots[gone + i] = due.evict_slots[first + i]
+            due.evicted[gone + i] = due.evicted[first + i]
         came, gone = came + misses, gone + leaving
     return came, gone, latest, lowest

@@ -208,10 +208,8 @@ class RankPlanner:
         joined = [part.slots for part in parts], [part.fetch for part in parts]
         slots = np.ascontiguousarray(_concatenated(joined[0]), np.int32)
         fetch = np.ascontiguousarray(_joined(joined[1], base), np.int32)
-        missing, fetched = own.missing, np.ascontiguousarray(own.fetch_slots, np.int32)
-        if len(parts) > 1 or sharded is not None:
-            missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
-            loops.mark(slots, fetch, missing, fetched)
+        missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+        loops.mark(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         positions, order, missed = self.occurrences(request, asked, missing)

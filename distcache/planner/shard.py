@@ -246,7 +246,7 @@ def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
     """The decision about replicated rows where a group has none; `label`: step and kind."""
     none = np.empty(0, np.int32)
-    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1, none, none.view(np.uint8))
+    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1, none)
 
 
 # -----------------------------------------------------------------------------
