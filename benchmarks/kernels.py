@@ -32,10 +32,11 @@ from benchmarks.yardsticks import fbgemm_tables, why_no_fbgemm
 from distcache import ops
 from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
+from distcache.layout import RowLayout, TableSpec
 from distcache.ops import reference
 from distcache.ops.reference import SegmentChunks, segment_chunks
 from distcache.optim import row_update
-from distcache.planner.rank import distinct_rows
+from distcache.planner.rank import RankPlanner
 
 log = logging.getLogger("distcache.benchmarks.kernels")
 
@@ -114,10 +115,10 @@ def make_work(options: KernelOptions, step: int, device: torch.device) -> Work:
     source = ZipfTables([options.rows] * options.tables, options.zipf, seed)
     ids = source.draw_ids(rng.random(bags * options.pooling), per_table)
     rows = ids + np.repeat(np.arange(options.tables) * options.rows, per_table)
-    distinct, _, labels, _ = distinct_rows(rows)
-    positions = torch.from_numpy(labels.astype(np.int64))
-    segments = torch.zeros(len(distinct) + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(positions, minlength=len(distinct)), 0, out=segments[1:])
+    table = TableSpec("all", options.tables * options.rows, options.width, ("all",))
+    asked = RankPlanner(RowLayout([table], 1)).request(rows)
+    positions = torch.from_numpy(asked.places[asked.labels]).long()
+    segments = torch.from_numpy(asked.segments).long()
     generator = torch.Generator().manual_seed(seed + 1 + step)
     upstream = torch.randn(bags, options.width, generator=generator).mul_(0.01)
     by_sample = upstream.view(options.tables, options.batch, -1).transpose(0, 1).flatten(1)
@@ -125,7 +126,7 @@ def make_work(options: KernelOptions, step: int, device: torch.device) -> Work:
     return Work(
         ids=torch.from_numpy(ids).to(device),
         offsets=(torch.arange(bags + 1) * options.pooling).to(device),
-        slots=slots_of(options)[torch.from_numpy(distinct)].to(device),
+        slots=slots_of(options)[torch.from_numpy(asked.replicated.rows[0]).long()].to(device),
         positions=positions.to(device),
         order=positions.argsort(stable=True).to(device),
         segments=segments.to(device),

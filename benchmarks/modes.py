@@ -23,6 +23,7 @@ from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
 from distcache.engine.step import Flight
+from distcache.engine.tables import all_of
 from distcache.optim import dense_optimizer
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
@@ -279,7 +280,7 @@ class DeviceParts:
             plan.mapped(lambda tensor: ids.append(tensor) or tensor)
         ids += [tensor for part in flight.lookups for bags in part for tensor in bags.tensors()]
         grads = [leaf.grad for leaf in flight.leaves]
-        held = nbytes([*flight.leaves, *grads, *flight.result.sums.tensors()])
+        held = nbytes([*flight.leaves, *grads, *all_of(flight.result.sums)])
         on_device = ahead * nbytes([*ids, flight.dense, flight.labels])
         moved = sum(c.host_to_device_bytes + c.device_to_host_bytes for c in flight.counts)
         self._keep("ids", ahead * (_INDEX_BYTES * index + item * floats), on_device)

@@ -12,7 +12,7 @@ import numpy as np
 from distcache.data.batch import BatchCheck, BatchSource, JaggedIds, slice_bounds
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout, TableSpec, group_tables
-from distcache.planner.rank import distinct_rows
+from distcache.planner.rank import RankPlanner
 from distcache.store.memory import available_memory, describe_bytes
 
 # -----------------------------------------------------------------------------
@@ -122,6 +122,7 @@ class Recorder:
         self.offsets, self.full = offsets, False
         self.most_bytes = int(available_memory() * _SHARE) if most_bytes is None else most_bytes
         table = TableSpec("trace", rows, 1, ("trace",))
+        self._all = RowLayout([table], 1)
         self._layouts = {world: RowLayout([table], world) for world in sorted(set(worlds))}
         self._steps: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {
             world: [[] for _ in range(world)] for world in self._layouts
@@ -137,14 +138,13 @@ class Recorder:
         ids = 0
         for world, layout in self._layouts.items():
             rows = np.concatenate([named(rank, world) for rank in range(world)])
-            ids = len(rows)
-            distinct, _, labels, _ = distinct_rows(rows)
-            counts = np.bincount(labels, minlength=len(distinct)).astype(np.int32)
-            homes = layout.home(distinct)
-            for home, steps in enumerate(self._steps[world]):
-                own = homes == home
-                steps.append((distinct[own], counts[own]))
-            self._bytes += _ROW_BYTES * len(distinct)
+            ids, asked = len(rows), RankPlanner(layout).request(rows)
+            by_home, counts = asked.replicated.rows, np.diff(asked.segments)
+            ends = np.cumsum([len(local) for local in by_home])
+            own = zip(self._steps[world], by_home, np.split(counts, ends[:-1]), strict=True)
+            for home, (steps, local, of_home) in enumerate(own):
+                steps.append((layout.row(home, local.astype(np.int64)), of_home))
+            self._bytes += _ROW_BYTES * len(counts)
         self._training.append(training)
         self._ids += ids if training else 0
         if self._bytes > self.most_bytes and not self.full:
@@ -159,12 +159,14 @@ class Recorder:
         """What was recorded; the recorder is of no use afterwards. Raises DataError if nothing."""
         if not self._ids:
             raise DataError("the trace has no id in any training step: there is nothing to replay")
-        homes = {}
+        homes, planner = {}, RankPlanner(self._all)
         for world in self._layouts:
             found, parts = [], self._steps.pop(world)
             while parts:
                 rows, counts = zip(*parts.pop(0), strict=True)
-                names, _, numbers, _ = distinct_rows(np.concatenate(rows))
+                asked = planner.request(np.concatenate(rows))
+                names = asked.replicated.rows[0].astype(np.int64)
+                numbers = asked.places[asked.labels]
                 starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
                 found.append(HomeTrace(names, starts, numbers, np.concatenate(counts)))
             homes[world] = tuple(found)

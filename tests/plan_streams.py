@@ -138,7 +138,7 @@ def sharded_streams(
     tail = np.setdiff1d(np.arange(rows), hot)
     spare, shape = [draw(st.integers(0, most)) for most in (4, 8)], draw(shelvings())
     among = HotRows(layout, hot)
-    need = most_rows(stream, layout, lambda rows: among.local[among.find(rows)], hot, *shape)
+    need = most_rows(stream, layout, among.local, hot, *shape)
     replicated = world * (need + spare[0]) if len(hot) else 0
     policy, popularity = draw(policies(rows))
     config = PlannerSettings(

@@ -219,7 +219,7 @@ def check_step(
         return sorted(rows, key=shelf.__getitem__)
 
     def near_on_shelves(rows: list[int]) -> list[int]:
-        return by_shelf(rows, lambda of: among.local[among.find(of)] if among else layout.local(of))
+        return by_shelf(rows, lambda of: among.local(of) if among else layout.local(of))
 
     near = [near_on_shelves([row for row in own if row in hot]) for own in by_home]
     tail = [by_shelf([row for row in own if row not in hot], layout.local) for own in by_home]

@@ -16,7 +16,6 @@ from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, RowRequest, next_move_after
 from distcache.planner.shard import (
-    HotLayout,
     HotRows,
     ShardParts,
     make_routes,
@@ -94,12 +93,12 @@ class SimulatedWorld:
         self, slots: int, hot: np.ndarray | None = None, first_slot: int | None = None
     ) -> list[HomeRun]:
         """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
-        layout, settings, found = self._layout, self._settings, []
+        layout, settings, found = self._layout, self._settings, list[HomeRun]()
+        own = layout if hot is None else HotRows(layout, hot)
         for home in range(layout.world_size):
-            own = layout if hot is None else HotLayout(layout, home, hot)
             classes = GroupPopularity(settings.popularity).classes_at(layout, home)
-            if classes is not None and isinstance(own, HotLayout):
-                classes = own.rated(layout, classes)
+            if classes is not None and isinstance(own, HotRows):
+                classes = own.rated(home, layout, classes)
             parts = Parts(slots, own.most_rows, settings.shelves, settings.bits)
             common = (settings.prefetch, settings.policy, classes, first_slot, parts)
             found.append(HomeRun(HomePlanner(own, home, slots, *common)))

@@ -39,7 +39,7 @@ from distcache.engine.step import (
     StageClock,
     record,
 )
-from distcache.engine.tables import CachedTables, choices_of
+from distcache.engine.tables import CachedTables, all_of, choices_of
 from distcache.engine.whole import Part
 from distcache.errors import DataError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
@@ -363,7 +363,7 @@ class CollectionTables:
         with engine.syncing(flight):
             sums = engine.start_sum(flight, gradients)()
             if size > 1 and self.settings.gradient_reduction == "mean":
-                for gradient in sums.tensors():
+                for gradient in all_of(sums):
                     gradient.mul_(1.0 / size)
             step.owners = [None] * len(engine.groups)
             differ = len(self._parameters.groups) > 1

@@ -9,10 +9,9 @@ ranks make the same exchanges in the same order, each on one thread.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -178,7 +177,7 @@ class PlanExchange:
             told.decision_bytes = self._tell(decides, outgoing)
         if request is not None or decides is not None:
             what = f"plans of {_step(asking if request else None, deciding)}"
-            pieces = self._all_to_all(outgoing, partial(self._lengths, told, decides), what)
+            pieces = self._all_to_all(outgoing, self._lengths(told, decides), what)
             if request is not None:
                 groups = range(self._groups)
                 told.named = [[of[group] for of in pieces] for group in groups]
@@ -305,11 +304,8 @@ class PlanExchange:
                 lengths[home, group, 2] += self.routes.numbers(home, asked[group, home])
         return np.column_stack([*rows, lengths.reshape(self._size, -1)])
 
-    def _all_to_all(
-        self, outgoing: Pieces, lengths_of: Callable[[], np.ndarray], what: str
-    ) -> Pieces:
-        """Send each rank its parts (int32); from each the pieces of such lengths."""
-        lengths = lengths_of()
+    def _all_to_all(self, outgoing: Pieces, lengths: np.ndarray, what: str) -> Pieces:
+        """Send each rank its parts (int32); from each the pieces of such lengths, `[W, n]`."""
         flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
         sends = [sum([len(part) for part in parts]) for parts in outgoing]
         receives = lengths.sum(1).tolist()

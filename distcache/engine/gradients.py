@@ -30,7 +30,7 @@ from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
 from distcache.ops.reference import SegmentChunks, by_sample
 from distcache.planner.request_loops import counts_up
-from distcache.step_plan import Change, ShardPlan, StepPlan
+from distcache.step_plan import Change, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
@@ -378,7 +378,7 @@ def start_to_homes(
         return lambda: gradient
     (touched, sources), what = where, f"row gradients {plan.step}"
     sent, own = gradient.index_select(0, touched), plan.home_counts[link.world.rank]
-    return _start_sums(link, what, sent, (plan.touched_counts, plan.source_counts), (sources, own))
+    return start_sums(link, what, sent, (plan.touched_counts, plan.source_counts), (sources, own))
 
 
 def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
@@ -386,27 +386,18 @@ def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
     return spread(link, own, plan.home_counts, ROWS, what)
 
 
-def start_to_sharded_homes(
-    link: Link, step: int, shard: ShardPlan, gradient: Tensor, sources: Tensor
-) -> Callable[[], Tensor]:
-    """The local gradients of a rank's sharded rows `[N, D]` to their homes, and, when it is called,
-    the sums of those of this home's rows, `[H, D]`, in rank order; `sources`: its `source_rows` on
-    the device."""
-    counts, what = (shard.counts, shard.source_counts), f"sharded row gradients {step}"
-    return _start_sums(link, what, gradient, counts, (sources, len(shard.slots)))
-
-
-def _start_sums(
+def start_sums(
     link: Link,
     what: str,
     sent: Tensor,
     counts: tuple[Sequence[int], Sequence[int]],
     own: tuple[Tensor, int],
 ) -> Callable[[], Tensor]:
-    """Send rows to their homes, and add, when it is called, what came from rank 0, then rank 1, ...
+    """Send gradients of rows to their homes, and add, when it is called, what came from rank 0,
+    then rank 1, ...: the sums of this home's rows.
 
-    `counts`: rows to and from each rank; `own`: which of this home's rows those that come are, and
-    how many it has.
+    `counts`: rows to and from each rank; `own`: which of this home's rows those that come are, on
+    the device, and how many it has.
     """
     receive = link.start_all_to_all(sent, *counts, ROWS, what)
 

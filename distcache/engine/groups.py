@@ -20,6 +20,7 @@ from distcache.data.batch import JaggedIds
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
 from distcache.planner.request_loops import counts_up, find_pieces
+from distcache.planner.shard import HotRows
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
@@ -55,6 +56,11 @@ class TableGroup:
         return self.layout.dim
 
     @cached_property
+    def hot_rows(self) -> HotRows | None:
+        """`hot`, as its homes number them."""
+        return None if self.hot is None else HotRows(self.layout, self.hot)
+
+    @cached_property
     def by_table(self) -> tuple[np.ndarray, np.ndarray]:
         """The features by table, those of one in their order, int64 `[F]`; and int64 `[2, F]`, of
         each of these the first row of its table, and how many rows that has."""
@@ -86,14 +92,6 @@ class GroupBags:
         if self.weights is not None or len(self.ids) != self.offsets.shape[0] - 1:
             return False
         return counts_up(self.offsets.numpy())
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The ids as row numbers of the layout, int64 `[n]`."""
-        rows = self.ids.copy()
-        for start, stop, first in self.pieces[:3].T if self.pieces is not None else ():
-            rows[start:stop] += first
-        return rows
 
     @cached_property
     def bag_of(self) -> np.ndarray:
@@ -292,12 +290,11 @@ class RegionSlots:
 
 def region_slots(group: TableGroup, slots: int) -> RegionSlots:
     """`slots` per device, C, over the regions of a group (`split_slots`)."""
-    layout = group.layout
-    world, hot = layout.world_size, group.hot
+    layout, hot = group.layout, group.hot_rows
     if hot is None:
         return RegionSlots(slots)
-    most = int(np.bincount(layout.home(hot), minlength=world).max())
-    return RegionSlots(*split_slots(slots, most, layout.local_rows, world))
+    most = int(hot.sizes.max())
+    return RegionSlots(*split_slots(slots, most, layout.local_rows, layout.world_size))
 
 
 def state_slots(slots: RegionSlots, world: World, placement: Placement) -> StateSlots | None:
@@ -330,12 +327,11 @@ def enough_slots(group: TableGroup, replicated: int, sharded: int) -> int:
 
     Of mixed rows, at most half of C is for the replicated ones, and no more than they are.
     """
-    world, hot = group.layout.world_size, group.hot
+    world, hot = group.layout.world_size, group.hot_rows
     if hot is None:
         return replicated * world
-    if not len(hot):
+    if not (fullest := int(hot.sizes.max())):
         return sharded
-    fullest = int(np.bincount(group.layout.home(hot), minlength=world).max())
     return max(2 * world * max(replicated, 1), min(2 * sharded, sharded + world * fullest))
 
 

@@ -303,10 +303,6 @@ class GroupRows:
             self.grown |= self.cache.slots > before
             self.cache.fill(on_host, names, weight, state, where)
 
-    def updatable(self, rows: Tensor) -> Tensor:
-        """Rows in the dtype in which they are updated."""
-        return rows.to(self.cache.kind.dtype)
-
     def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
         """Send sharded rows to the ranks that named them; what comes here, `[r, D]`, by `places`.
 
@@ -327,7 +323,7 @@ class GroupRows:
         self,
         plan: StepPlan,
         where: StepPlan,
-        sums: tuple[Tensor | None, Tensor | None],
+        sums: Sequence[Tensor | None],
         choice: RowChoice,
         enabled: Tensor | None,
     ) -> None:

@@ -26,7 +26,7 @@ from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
 from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
-from distcache.planner.shard import HotLayout, HotRows, ShardParts, nothing
+from distcache.planner.shard import ShardParts, nothing
 from distcache.planner.threads import Threads
 from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
@@ -76,15 +76,14 @@ def home_regions(
     regions: list[Region] = []
     for place, ((group, slots), classes) in enumerate(zip(placed, popularity, strict=True)):
         layout, own = group.layout, slots.own_replicated(rank, group.layout.world_size)
-        parts = [(layout, own, classes)]
-        if group.hot is not None:
-            narrow = HotLayout(layout, rank, group.hot)
-            rated = None if classes is None else narrow.rated(layout, classes)
-            parts = [(narrow, own, rated)] if len(group.hot) else []
+        parts: list[tuple] = [(layout, own, classes)]
+        if (hot := group.hot_rows) is not None:
+            rated = None if classes is None else hot.rated(rank, layout, classes)
+            parts = [(hot, own, rated)] if len(hot.rows) else []
             parts.append((layout, slots.own_sharded, classes))
         for numbers, at, rates in parts:
             how = (at.stop - at.start, prefetch, policy, rates, at.start)
-            sharded = group.hot is not None and numbers is layout
+            sharded = hot is not None and numbers is layout
             regions.append(Region(place, HomePlanner(numbers, rank, *how), sharded))
     return regions
 
@@ -147,12 +146,7 @@ class StreamPlanner:
             region.planner.threads = self.threads
             parts[region.group][region.sharded] = region.planner.parts
         self._ranks = [
-            RankPlanner(
-                group.layout,
-                None if group.hot is None else HotRows(group.layout, group.hot),
-                of,
-                self.threads,
-            )
+            RankPlanner(group.layout, group.hot_rows, of, self.threads)
             for group, of in zip(groups, parts, strict=True)
         ]
         """What this rank does for each group."""

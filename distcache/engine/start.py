@@ -30,7 +30,6 @@ from distcache.engine.movement import (
 from distcache.engine.planning import Region, StreamPlanner, home_regions
 from distcache.optim import RowUpdate
 from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
-from distcache.planner.shard import HotLayout
 from distcache.popularity.statistics import GroupPopularity
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.store.rows import (
@@ -252,14 +251,13 @@ def warm_blocks(
 
     Each part of a home takes its first `share` * its slots rows (`Parts.seats`).
     """
-    layout, own = group.layout, slots // group.layout.world_size
-    homes, by_home = layout.home(hot), []
+    layout, own = group.hot_rows or group.layout, slots // group.layout.world_size
+    homes, by_home, parts = group.layout.home(hot), [], Parts.of(own, layout.most_rows)
     for home in range(layout.world_size):
-        narrow = layout if group.hot is None else HotLayout(layout, home, group.hot)
         rows = hot[homes == home]
-        seats = Parts.of(own, narrow.most_rows).seats(narrow.local(rows), share)
+        seats = parts.seats(layout.local(rows), share)
         by_home.append((home * own + seats[seats >= 0], rows[seats >= 0]))
     for start in range(0, max(len(rows) for _, rows in by_home), _BLOCK):
         blocks = [[of[start : start + _BLOCK] for of in both] for both in by_home]
-        taken, parts = zip(*blocks, strict=True)
-        yield np.concatenate(taken), list(parts)
+        taken, own_rows = zip(*blocks, strict=True)
+        yield np.concatenate(taken), list(own_rows)

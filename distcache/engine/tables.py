@@ -23,8 +23,8 @@ from distcache.engine.gradients import (
     RowLookup,
     join_pooled,
     start_reduce_rows,
+    start_sums,
     start_to_homes,
-    start_to_sharded_homes,
     to_all,
 )
 from distcache.engine.groups import TableSettings, make_groups
@@ -54,21 +54,16 @@ MARKS = 4
 """Marks that are kept, the newest, for `CachedTables.changed_since`."""
 
 
-@dataclass(frozen=True)
-class RowSums:
-    """Summed row gradients of a step by group, None where a group has no such rows.
+RowSums = list[list[Tensor | None]]
+"""Summed row gradients of a step, of each group two, None where it has no such rows: of its
+replicated rows `[U, D]` in canonical order, the same on all ranks, or, where homes alone keep the
+optimizer state, `[U_h, D]`, those of this rank's home; and of the sharded rows of this rank's home,
+`[H, D]`."""
 
-    `replicated`: `[U, D]` in canonical order, the same on all ranks; where homes alone keep the
-    optimizer state `[U_h, D]`, those of this rank's home. `sharded`: `[H, D]`, those of the
-    sharded rows of this rank's home.
-    """
 
-    replicated: list[Tensor | None]
-    sharded: list[Tensor | None]
-
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [sums for sums in (*self.replicated, *self.sharded) if sums is not None]
+def all_of(sums: RowSums) -> list[Tensor]:
+    """Those that there are."""
+    return [own for of_group in sums for own in of_group if own is not None]
 
 
 class Whole:
@@ -278,7 +273,7 @@ class CachedTables:
             if own is None or plan.distinct:
                 first = rows.cache.gather(plan.slots, flight.where[at].slots)
                 own = first if own is None else torch.cat((first, own))
-            flight.leaves.append(rows.updatable(own))
+            flight.leaves.append(own.to(rows.cache.kind.dtype))
         return flight.leaves
 
     def _share(self, flight: Flight) -> None:
@@ -362,14 +357,17 @@ class CachedTables:
                 else:
                     sums = start_reduce_rows(link, plan, summed, named, native)
             if gradient is not None and plan.shard is not None and where.shard is not None:
-                mine = (gradient[plan.distinct :], where.shard.source_rows)
-                own = start_to_sharded_homes(link, plan.step, plan.shard, *mine)
+                counts = (plan.shard.counts, plan.shard.source_counts)
+                mine = (where.shard.source_rows, len(plan.shard.slots))
+                what = f"sharded row gradients {plan.step}"
+                own = start_sums(link, what, gradient[plan.distinct :], counts, mine)
             started.append((sums, own))
 
         def finish() -> RowSums:
             # In program order: the sums of replicated rows go to all before the next exchange.
-            replicated = [None if sums is None else sums() for sums, _ in started]
-            return RowSums(replicated, [None if own is None else own() for _, own in started])
+            by_region = zip(*started, strict=True)
+            found = [[None if sums is None else sums() for sums in of] for of in by_region]
+            return [list(of) for of in zip(*found, strict=True)]
 
         return finish
 
@@ -383,10 +381,10 @@ class CachedTables:
         """Update the step's rows and state in place, where autograd records nothing, inside stage
         `apply`; then `return_rows`. `choices`: of all rows, or of each group, whose other rows are
         left as they are; `enabled`: as in `ops.update_rows`."""
-        parts = (self.rows, flight.plans, flight.where, sums.replicated, sums.sharded)
-        for place, (rows, plan, where, *own) in enumerate(zip(*parts, strict=True)):
+        parts = (self.rows, flight.plans, flight.where, sums)
+        for place, (rows, plan, where, own) in enumerate(zip(*parts, strict=True)):
             for one in (choices,) if isinstance(choices, RowChoice) else choices[place]:
-                rows.apply(plan, where, (own[0], own[1]), one, enabled)
+                rows.apply(plan, where, own, one, enabled)
         flight.applied = True
 
     def tables_of_sums(self, flight: Flight, group: int) -> Owners:
@@ -617,8 +615,8 @@ class StepRows:
                 own = leaf if whole else leaf.detach()[mine].requires_grad_()
                 replicated.append(RowPart(place, own, home, sharded=False))
             if plan.shard is not None and there is not None:
-                own = rows.updatable(rows.cache.gather(plan.shard.slots, there.slots))
-                own = own.requires_grad_()
+                own = rows.cache.gather(plan.shard.slots, there.slots)
+                own = own.to(rows.cache.kind.dtype).requires_grad_()
                 sharded.append(RowPart(place, own, at_home=True, sharded=True))
         self.parts = [*replicated, *sharded]
         homes = any(part.at_home for part in self.parts)
@@ -630,7 +628,7 @@ class StepRows:
     def take(self, sums: RowSums, finite: Tensor | None) -> None:
         """Let the sums be the gradients; `finite`: of `all_finite`."""
         for part in self.parts:
-            found = (sums.sharded if part.sharded else sums.replicated)[part.group]
+            found = sums[part.group][part.sharded]
             if found is not None and part.at_home:
                 found = found.as_subclass(HomeGradient)
             part.rows.grad = found
@@ -639,17 +637,15 @@ class StepRows:
 
     def sums(self) -> RowSums:
         """The gradients to apply, as the optimizer's users have left them."""
-        none: list[Tensor | None] = [None] * len(self._tables.rows)
-        found = RowSums(none, list(none))
+        found: RowSums = [[None, None] for _ in self._tables.rows]
         for part in self.parts:
             if part.rows.grad is not None:
-                of = found.sharded if part.sharded else found.replicated
-                of[part.group] = part.rows.grad.as_subclass(Tensor)
+                found[part.group][part.sharded] = part.rows.grad.as_subclass(Tensor)
         return found
 
     def all_finite(self, sums: RowSums) -> Tensor:
         """Whether all sums, also those that other homes have, are finite: bool `[1]`."""
-        own = [torch.isfinite(found).all() for found in sums.tensors()]
+        own = [torch.isfinite(found).all() for found in all_of(sums)]
         one = torch.ones((), dtype=torch.bool, device=self._tables.world.device)
         finite = torch.stack([one, *own]).all().reshape(1)
         if self.guard is None:
@@ -660,7 +656,7 @@ class StepRows:
         """The table of every row of a group's sums, of which those that are `frozen`, by place in
         the group, become zero, so that nothing that looks at gradients counts them."""
         found = self._tables.tables_of_sums(self._flight, group)
-        for at, own in zip(found, (sums.replicated[group], sums.sharded[group]), strict=True):
+        for at, own in zip(found, sums[group], strict=True):
             if at is not None and own is not None and any(frozen):
                 rows = torch.tensor(frozen)[at.long()].nonzero().flatten()
                 own.index_fill_(0, rows.to(own.device), 0.0)

@@ -96,8 +96,6 @@ logger = logging.getLogger(__name__)
 LANES = ("training", "movement", "planner")
 """Lanes in the order in which they are shown."""
 
-_MOST_LANES = 10
-
 
 def part_of(folder: Path, rank: int, end: str) -> Path:
     """The part of a rank, which it still writes (`open`) or which has ended (`done`)."""
@@ -122,41 +120,35 @@ class TracePart:
         self.folder, self.rank, self.clock = folder, rank, clock
         folder.mkdir(parents=True, exist_ok=True)
         self._file = part_of(folder, rank, "open").open("w", encoding="utf-8")
-        self._lanes: dict[str, int] = {}
         self._broken = False
-        # From 1 on: viewers take process 0 for the machine's idle one.
+        # From 1 on: viewers take process 0 for the machine's idle one. Some viewers want thread
+        # numbers that no two processes share.
         self._process = rank + 1
+        self._threads = {lane: self._process * len(LANES) + at for at, lane in enumerate(LANES)}
         where = {"name": f"rank {rank} on {os.uname().nodename}"}
         self._write([self._about("process_name", 0, where)])
         self._write([self._about("process_sort_index", 0, {"sort_index": rank})])
+        for index, (lane, thread) in enumerate(self._threads.items()):
+            self._write([self._about("thread_name", thread, {"name": lane})])
+            self._write([self._about("thread_sort_index", thread, {"sort_index": index})])
 
     def __call__(self, step: int, kind: str, spans: Sequence[Span]) -> None:
         """Take in the spans of a step; see `engine.step.Watcher`."""
-        self._write([line for span in spans for line in self._lines(span, kind)])
+        self._write([self._event(span, kind) for span in spans])
 
-    def _lines(self, span: Span, kind: str) -> Iterator[dict[str, Any]]:
-        if span.lane not in self._lanes:
-            yield from self._new_lane(span.lane)
-        yield {
+    def _event(self, span: Span, kind: str) -> dict[str, Any]:
+        return {
             "name": f"{span.name} {span.step}",
             "cat": span.name,
             "ph": "X",
             "ts": round(1e6 * self.clock.since_start(span.start), 3),
             "dur": round(1e6 * (span.end - span.start), 3),
             "pid": self._process,
-            "tid": self._lanes[span.lane],
+            "tid": self._threads[span.lane],
             "args": {"step": span.step, "kind": kind},
             # chrome://tracing's red
             **({"cname": "terrible"} if span.name == WAIT else {}),
         }
-
-    def _new_lane(self, lane: str) -> Iterator[dict[str, Any]]:
-        others = len(LANES) + sum(name not in LANES for name in self._lanes)
-        index = LANES.index(lane) if lane in LANES else others
-        # Some viewers want thread numbers that no two processes share.
-        thread = self._lanes[lane] = self._process * _MOST_LANES + index
-        yield self._about("thread_name", thread, {"name": lane})
-        yield self._about("thread_sort_index", thread, {"sort_index": index})
 
     def _about(self, name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
         return {"name": name, "ph": "M", "pid": self._process, "tid": thread, "args": args}

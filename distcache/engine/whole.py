@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint import metadata, planner
 
-from distcache.comm.link import ROWS, Link, host_link, together
+from distcache.comm.link import ROWS, host_link, together
 from distcache.comm.world import World
 from distcache.engine.movement import (
     GroupRows,
@@ -53,63 +53,54 @@ BLOCK_BYTES = 16 << 20
 class RowExchange:
     """Rows of table `place` of `store`'s layout to the ranks that want them, and back.
 
-    `ids[r]`: the ids of rank r, the same on all ranks.
+    `ids[r]`: the ids of rank r, the same on all ranks. This rank sends `_sent`, of its home, to
+    ranks of other nodes, by receiver, `_sends` to each; of the rows that it wants those at `_near`
+    are its node's (`_near_rows`), and those at `_far` arrive in this order, `_receives` from each.
     """
 
-    def __init__(self, world: World, store: RowStore, place: int) -> None:
-        self._world, self._store, self._place = world, store, place
-        self._link: Link = host_link(world)
+    def __init__(self, world: World, store: RowStore, place: int, ids: Sequence[range]) -> None:
+        self._store, self._link = store, host_link(world)
+        mine = range(world.first_local, world.first_local + world.local_size)
+        wanted = [row_numbers(store, place, part) for part in ids]
+        parts = [
+            rows[:0] if rank in mine else rows[store.layout.home(rows) == world.rank]
+            for rank, rows in enumerate(wanted)
+        ]
+        self._sent = torch.from_numpy(np.concatenate(parts))
+        own = wanted[world.rank]
+        homes = store.layout.home(own)
+        inside = (homes >= mine.start) & (homes < mine.stop)
+        far = np.flatnonzero(~inside)
+        self._near, self._near_rows = np.flatnonzero(inside), torch.from_numpy(own[inside])
+        self._far = far[np.argsort(homes[far], kind="stable")]
+        self._sends = [len(part) for part in parts]
+        self._receives = np.bincount(homes[far], minlength=world.size).tolist()
 
-    def bring(self, ids: Sequence[range]) -> Rows:
+    def bring(self) -> Rows:
         """Weights `[m, D]` and state `[m, S]` (None where S = 0) of this rank's ids."""
-        store, route = self._store, _Route(self._world, self._store, self._wanted(ids))
-        sent, what = joined_rows(*store.gather(route.sent)), "rows of tables"
-        arrived = self._link.start_all_to_all(sent, route.sends, route.receives, ROWS, what)()
-        near = joined_rows(*store.gather(route.near_rows))
-        found = near.new_empty((len(ids[self._world.rank]), near.shape[1]))
-        found[route.near], found[route.far] = near, arrived
-        return parted_rows(found, store.kind)
+        sent = joined_rows(*self._store.gather(self._sent))
+        arrived = self._travelled(sent, self._sends, self._receives)
+        near = joined_rows(*self._store.gather(self._near_rows))
+        found = near.new_empty((len(self._near) + len(self._far), near.shape[1]))
+        found[self._near], found[self._far] = near, arrived
+        return parted_rows(found, self._store.kind)
 
-    def put(self, ids: Sequence[range], values: Rows) -> None:
+    def put(self, values: Rows) -> None:
         """Write this rank's values of its ids to the stores of their homes.
 
         The reverse of `bring`; no id may be in two ranks' ranges. The rows are there once all
         ranks have returned.
         """
-        store, route = self._store, _Route(self._world, self._store, self._wanted(ids))
-        joined, what = joined_rows(*values), "rows of tables"
-        sent = joined[route.far]
-        arrived = self._link.start_all_to_all(sent, route.receives, route.sends, ROWS, what)()
-        _scatter(store, route.sent, arrived)
-        _scatter(store, route.near_rows, joined[route.near])
+        joined = joined_rows(*values)
+        arrived = self._travelled(joined[self._far], self._receives, self._sends)
+        for rows, own in ((self._sent, arrived), (self._near_rows, joined[self._near])):
+            weight, state = parted_rows(own, self._store.kind)
+            state = None if state is None else state.contiguous()
+            self._store.scatter(rows, weight.contiguous(), state)
 
-    def _wanted(self, ids: Sequence[range]) -> list[np.ndarray]:
-        return [row_numbers(self._store, self._place, part) for part in ids]
-
-
-class _Route:
-    """Who sends which of the rows `wanted`, int64 `[m_r]` of each rank r, to whom.
-
-    `sent`: the rows that this rank, their home, sends to ranks of other nodes, by receiver;
-    `sends`, `receives`: rows to and from each rank; `near`, `far`: positions of this rank's wanted
-    rows that its node has (`near_rows`), and of the others in the order in which they arrive.
-    """
-
-    def __init__(self, world: World, store: RowStore, wanted: Sequence[np.ndarray]) -> None:
-        mine = range(world.first_local, world.first_local + world.local_size)
-        parts = [
-            rows[:0] if rank in mine else rows[store.layout.home(rows) == world.rank]
-            for rank, rows in enumerate(wanted)
-        ]
-        self.sent = torch.from_numpy(np.concatenate(parts))
-        self.sends = [len(part) for part in parts]
-        own = wanted[world.rank]
-        homes = store.layout.home(own)
-        inside = (homes >= mine.start) & (homes < mine.stop)
-        far = np.flatnonzero(~inside)
-        self.near, self.near_rows = np.flatnonzero(inside), torch.from_numpy(own[inside])
-        self.far = far[np.argsort(homes[far], kind="stable")]
-        self.receives = np.bincount(homes[far], minlength=world.size).tolist()
+    def _travelled(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """What comes to this rank, which sends these."""
+        return self._link.start_all_to_all(rows, sends, receives, ROWS, "rows of tables")()
 
 
 def shares(rows: int, parts: int) -> list[range]:
@@ -130,11 +121,6 @@ def row_numbers(store: RowStore, place: int, ids: range) -> np.ndarray:
     """The layout's numbers of ids of its table `place`, int64."""
     offset = int(store.layout.offsets[place])
     return np.arange(offset + ids.start, offset + ids.stop)
-
-
-def _scatter(store: RowStore, rows: Tensor, joined: Tensor) -> None:
-    weight, state = parted_rows(joined, store.kind)
-    store.scatter(rows, weight.contiguous(), None if state is None else state.contiguous())
 
 
 # -----------------------------------------------------------------------------
@@ -226,7 +212,7 @@ class WholeTables:
         if not self._is_split:
             return self.local(table)[0][ids.start : ids.stop].cpu()
         wanted = [ids, *[range(0)] * (self._world.size - 1)]
-        found = RowExchange(self._world, *self._store(table)).bring(wanted)[0]
+        found = RowExchange(self._world, *self._store(table), wanted).bring()[0]
         return found if self._world.is_first else None
 
     # --- checkpoints: on several nodes each rank has an equal range of every table's ids, in
@@ -321,7 +307,7 @@ class WholeTables:
                 if len(ids[self._world.rank]):
                     weight, *of_state = (shards[number].tensor for shards in parts)
                     rows = weight, torch.cat(of_state, dim=1) if of_state else None
-                RowExchange(self._world, store, place).put(ids, rows)
+                RowExchange(self._world, store, place, ids).put(rows)
         together(self._world, lambda: None)
 
     def _shares(self, table: int) -> list[range]:
@@ -350,7 +336,7 @@ class WholeTables:
         """Fill this rank's part of a table, its values by name, from all homes."""
         (store, place), at = self._store(table), 0
         for ids in blocks(self._shares(table), store.kind.nbytes):
-            rows = RowExchange(self._world, store, place).bring(ids)
+            rows = RowExchange(self._world, store, place, ids).bring()
             for name, (is_state, columns) in self._columns(table).items():
                 if (values := rows[is_state]) is not None:
                     own[name][at : at + len(values)] = values[:, columns]
@@ -403,7 +389,7 @@ class WholeTables:
         drawn = initial_rows(seed, table, spec.rows, spec.dim, 0, spec.rows)
         drawn = drawn.to(store.kind.stored)
         change(drawn)
-        _write(store, place, slice(None), drawn, False)
+        _write_table(store, place, slice(None), drawn, False)
 
     def spread(self, table: int, values: Tensor) -> None:
         """Let a table have rank 0's `values`, `[rows, D]`, as weights; nothing may be cached."""
@@ -411,10 +397,11 @@ class WholeTables:
         if store.part.is_whole:
             together(world, lambda: world.is_first and store.table(place)[0].copy_(values))
             return
-        mine, exchange = range(len(values)), RowExchange(world, store, place)
-        for ids in blocks([mine, *[range(0)] * (world.size - 1)], store.kind.nbytes):
-            own, state = ids[world.rank], exchange.bring(ids)[1]
-            exchange.put(ids, (values[own.start : own.stop].to(store.kind.stored), state))
+        wanted = [range(len(values)), *[range(0)] * (world.size - 1)]
+        for ids in blocks(wanted, store.kind.nbytes):
+            own, exchange = ids[world.rank], RowExchange(world, store, place, ids)
+            state = exchange.bring()[1]
+            exchange.put((values[own.start : own.stop].to(store.kind.stored), state))
         together(world, lambda: None)
 
     def fill(self, table: int, source: Stored) -> None:
@@ -459,7 +446,7 @@ class WholeTables:
             for index, columns, value in parts:
                 store, place = self._store(index)
                 if not store.part.is_whole:
-                    _write(store, place, columns, value, is_state)
+                    _write_table(store, place, columns, value, is_state)
                     continue
                 target = store.table(place)[is_state]
                 if target is not None and target.data_ptr() != value.data_ptr():
@@ -478,12 +465,9 @@ class WholeTables:
         def write() -> None:
             if self._world.local_rank:
                 return
-            numbers = store.layout.offsets[place] + ids
-            own = store.part.holds(numbers)
-            places = torch.from_numpy(store.part.places(numbers[own]))
-            store.weight[places] = weight[torch.from_numpy(own)].to(store.weight)
-            if store.state is not None:
-                store.state[places] = self._update.initial_state(spec.dim).to(store.state)
+            numbers, state = store.layout.offsets[place] + ids, self._update.initial_state(spec.dim)
+            _write(store, numbers, slice(None), weight, False)
+            _write(store, numbers, slice(None), state.expand(len(ids), -1), True)
 
         self.note(table, ids)
         with torch.no_grad():
@@ -498,27 +482,33 @@ class WholeTables:
         size = spec.rows * width * dtype.itemsize
         memory = share_memory(size, world, f"a copy of table {spec.name!r}", _WAY_OUT)
         copy = tensor_in(memory, 0, (spec.rows, width), dtype)
-        exchange = RowExchange(world, store, place)
         # The ranks of each node bring a part of the table each: every row to every node.
         ranges = [part for count in world.nodes.sizes for part in shares(spec.rows, count)]
         for ids in blocks(ranges, store.kind.nbytes):
-            own, found = ids[world.rank], exchange.bring(ids)[states]
+            own, found = ids[world.rank], RowExchange(world, store, place, ids).bring()[states]
             if found is not None:
                 copy[own.start : own.stop] = found
         together(world, lambda: None)
         return copy
 
 
-def _write(store: RowStore, table: int, columns: slice, values: Tensor, is_state: bool) -> None:
+def _write_table(
+    store: RowStore, place: int, columns: slice, values: Tensor, is_state: bool
+) -> None:
     """Columns of a whole table's `values` `[rows, columns]` to the rows that this node has."""
-    target = store.state if is_state else store.weight
     for (ids,) in blocks([range(len(values))], store.kind.bytes_of(1, 0)):
-        numbers = row_numbers(store, table, ids)
-        own = store.part.holds(numbers)
+        own = values[ids.start : ids.stop]
+        _write(store, row_numbers(store, place, ids), columns, own, is_state)
+
+
+def _write(
+    store: RowStore, numbers: np.ndarray, columns: slice, values: Tensor, is_state: bool
+) -> None:
+    """The same for rows by the layout's `numbers`, int64 `[m]`."""
+    target, own = store.state if is_state else store.weight, store.part.holds(numbers)
+    if target is not None:
         places = torch.from_numpy(store.part.places(numbers[own]))
-        if target is not None:
-            new = values[ids.start : ids.stop][torch.from_numpy(own)]
-            target[places, columns] = new.to(target)
+        target[places, columns] = values[torch.from_numpy(own)].to(target)
 
 
 def disk_zeros(shape: tuple[int, int], dtype: torch.dtype, folder: Path | None) -> Tensor:

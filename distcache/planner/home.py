@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,12 @@ from distcache.layout import RowLayout
 from distcache.planner import loops, request_loops
 from distcache.planner.threads import ALONE
 from distcache.planner.victims import AUTO, DEFAULT, PINNED, Policy, grouped, make_ranking
+
+if TYPE_CHECKING:
+    from distcache.planner.shard import HotRows
+
+Layout: TypeAlias = "RowLayout | HotRows"
+"""How the rows of homes are numbered."""
 
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
@@ -65,7 +71,7 @@ class Parts:
 
     @cached_property
     def shape(self) -> np.ndarray:
-        """What `loops.divide_rows` knows of a home; int64 `[3]`."""
+        """What the loops know of a home, see `request_loops.Homes`; int64 `[3]`."""
         return np.array([self.shelves, self.shelves - self.bits, -(-self.rows >> self.shelves)])
 
     @property
@@ -78,27 +84,29 @@ class Parts:
         """See the class; int64 `[K + 1]`."""
         return np.arange(self.count + 1, dtype=np.int64) * self.slots >> self.bits
 
+    def shelved(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shelf of each local row, and how its part numbers it."""
+        shelves, numbers = np.empty((2, len(local)), np.int64)
+        rows = np.ascontiguousarray(local, dtype=np.int64)
+        request_loops.shelve(rows, self.shape, shelves, numbers)
+        return shelves, numbers
+
     def divide(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Local rows `[n]` sorted by shelf, stably.
 
         Returns the rows as their parts number them, int32; where each shelf begins, int64
         `[shelves + 1]`; and where each of `local` is now, int32.
         """
-        count, shelves = len(local), 1 << self.shelves
-        room, homes = make_room(count, 2, 1, shelves), homes_of([self])
-        room.spans[0], room.rows[:], room.occurs[:] = (0, 0, 0, count), local, 1
-        starts, sizes = np.empty(shelves + 1, np.int64), np.empty(shelves, np.int64)
-        out = divided, places, _ = np.empty((3, count), np.int32)
-        request_loops.shelve_span(homes, room, 0)
-        request_loops.order_shelves(room.counts, room.firsts, starts, sizes)
-        request_loops.divide_span(room, 0, 0, *out)
-        return divided, starts, places
+        shelves, numbers = self.shelved(local)
+        order, starts = grouped(shelves, 1 << self.shelves)
+        places = np.empty(len(order), np.int32)
+        places[order] = np.arange(len(order))
+        return numbers[order].astype(np.int32), starts, places
 
     def parts_of(self, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each local row, and its number there."""
-        rows, starts, places = self.divide(local)
-        shelf = np.searchsorted(starts, places, side="right") - 1
-        return shelf >> self.shelves - self.bits, rows[places]
+        shelves, numbers = self.shelved(local)
+        return shelves >> self.shelves - self.bits, numbers
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """`values` of all local rows of a home by part, `[K, R]`."""
@@ -135,80 +143,48 @@ def _bits(count: int) -> int:
     return max(count, 1).bit_length() - 1
 
 
-_NONE, _BLOCK = np.empty(0, np.int32), 1 << 20
-
-
-def make_room(ids: int, table: int, spans: int, shelves: int) -> request_loops.Room:
-    """Scratch for so many ids in so many spans, tables of so many entries, and homes of so many
-    shelves together."""
-    cuts, hashed = np.empty((spans, 4), np.int64), np.empty((spans, table), np.int64)
-    direct, about = (np.empty(shape, np.int32) for shape in ((spans, table), (ids, 2)))
-    rows, three = np.empty(ids, np.int64), np.empty((3, ids), np.int32)
-    counts = np.empty((2, spans, 2, shelves), np.int64)
-    return request_loops.Room(cuts, direct, hashed, rows, *three, *counts, about)
-
-
-def homes_of(
-    parts: Sequence[Parts], world: int = 1, known: tuple | None = None
-) -> request_loops.Homes:
-    """The homes of a group over `world` ranks, which have `parts`: those of replicated rows, and of
-    sharded ones, where there are any. `known`: then the fields of the replicated ones."""
-    shapes, first = np.zeros((len(parts), 4), np.int64), 0
-    for own, of in zip(shapes, parts, strict=True):
-        own[:3], own[3] = of.shape, first
-        first += world << of.shelves
-    rows = known or (np.empty(0, np.int64), _NONE, _NONE, 0)
-    return request_loops.Homes(world, known is not None, shapes, *rows)
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """A step's rows at their home, U_h distinct `rows`, which its slots hold where it `fits`. By
-    part, those of part p from `bases[p]` on (int64 `[K]`), its `counts[p]` (int64 `[K]`) `distinct`
-    rows, numbered in their part, by shelf, then first occurrence, and the steps that named them
-    `previous` to it, -1 for none, until it is planned as `loops.tell_new` gives them; `firsts`: the
-    canonical index of the first of each, int64 `[K]`.
-    `labels`: of each row that rank r asked for on shelf s, from `starts[r, s]` to `starts[r, s +
-    1]` (int64 `[W, shelves + 1]`), its place among those of its part. int32 `[N]` all three, N rows
-    asked for, those of rank r up to `ends[r]`."""
+    """A step's rows at their home, U_h distinct `rows`, which its slots hold where it `fits`.
 
-    step: int
+    `named`: them, until the step is planned `previous` as `loops.tell_new` gives it; `firsts`: the
+    canonical index of the first of each part, int64 `[K]`. Of the N rows asked for, those of rank r
+    go up to `ends[r]`.
+    """
+
     kind: str
     rows: int
     fits: bool
     ends: list[int]
-    distinct: np.ndarray
-    previous: np.ndarray
-    labels: np.ndarray
-    starts: np.ndarray
-    bases: np.ndarray
-    counts: np.ndarray
+    named: loops.Named
     firsts: np.ndarray
 
     def dense(self, values: np.ndarray) -> np.ndarray:
         """`values` `[N]`, of which each part has `counts` from `bases` on, without gaps."""
         if self.rows == len(values):
             return values
-        ends = zip(self.bases.tolist(), (self.bases + self.counts).tolist(), strict=True)
+        bases, counts = self.named.bases, self.named.counts
+        ends = zip(bases.tolist(), (bases + counts).tolist(), strict=True)
         return np.concatenate([values[slice(*of)] for of in ends])
 
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
-        firsts = self.firsts.tolist()
-        for part, (base, first, count) in enumerate(
-            zip(self.bases.tolist(), firsts, self.counts.tolist(), strict=True)
-        ):
-            yield part, self.distinct[base : base + count], slice(first, first + count)
+        of = self.named.bases, self.firsts, self.named.counts
+        for part, (base, first, count) in enumerate(zip(*map(np.ndarray.tolist, of), strict=True)):
+            yield part, self.named.distinct[base : base + count], slice(first, first + count)
 
     def local(self, parts: Parts) -> np.ndarray:
         """The home's rows in canonical order, local int64 `[U_h]`."""
-        found = np.empty(self.rows, np.int64)
-        loops.local_rows(self.distinct, self.bases, self.counts, parts.shape, found)
+        found, named = np.empty(self.rows, np.int64), self.named
+        loops.local_rows(named.distinct, named.bases, named.counts, parts.shape, found)
         return found
 
     def replies(self) -> tuple[np.ndarray, ...]:
         """For each rank, int32: the canonical index of every row that it asked for."""
-        return tuple([self.labels[start:stop] for start, stop in pairwise([0, *self.ends])])
+        return tuple([self.named.labels[start:stop] for start, stop in pairwise([0, *self.ends])])
 
 
 @dataclass(frozen=True)
@@ -218,8 +194,7 @@ class HomeDecision:
     `previous` int32 `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for
     each rank, int32, the canonical index within this home of every row that it asked for; `slots`
     `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to fetch,
-    ascending, which fill `fetch_slots`; `missing` uint8 `[U_h]`: whether a row is one of these;
-    rows are row numbers of the layout (int64).
+    ascending, which fill `fetch_slots`; rows are row numbers of the layout (int64).
     """
 
     step: int
@@ -233,29 +208,6 @@ class HomeDecision:
     evict_rows: np.ndarray
     latest_use: int
     fetch_slots: np.ndarray
-    missing: np.ndarray
-
-
-class Layout(Protocol):
-    """The rows of homes, as `layout.RowLayout` and `shard.HotLayout` number them: `offsets` int64:
-    the first row of each table, and how many rows all have."""
-
-    world_size: int
-    offsets: np.ndarray
-
-    @property
-    def local_rows(self) -> int:
-        """Rows of this home, by local number."""
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of the home that has most."""
-
-    def local(self, rows: np.ndarray) -> np.ndarray:
-        """The local numbers of rows."""
-
-    def row(self, home: int, local: np.ndarray) -> np.ndarray:
-        """The rows of local numbers of a home."""
 
 
 class Planner:
@@ -272,6 +224,7 @@ class Planner:
         self._home, self._sizes = _new_home(parts, 0), np.diff(parts.edges)
         self._window: deque[Ingested] = deque()
         self._looks_ahead, self._planned = False, -1
+        self._popularity: np.ndarray | None = None
 
     @property
     def slots(self) -> int:
@@ -281,7 +234,8 @@ class Planner:
     @property
     def index_bytes(self) -> int:
         """Bytes of the index over this home's rows, with what the policy keeps of each."""
-        return self._home.index.nbytes
+        popular = 0 if self._popularity is None else self._popularity.nbytes
+        return self._home.index.nbytes + popular
 
     @property
     def due_rows(self) -> int:
@@ -312,7 +266,7 @@ class Planner:
             counts = np.array([[len(request)] for request in requests])
         starts = np.empty((len(requests), counts.shape[1] + 1), np.int64)
         bases, sizes, firsts = np.empty((3, count), np.int64)
-        oldest, highest, waiting = self._window[0].step if self._window else -1, -1, 0
+        oldest, highest, waiting = self._window[0].named.step if self._window else -1, -1, 0
         if counts.shape == (len(requests), 1 << self.parts.shelves):
             given = rows, np.ascontiguousarray(counts), starts, bases
             highest, waiting = loops.spread_counts(self._home, oldest, *given)
@@ -328,7 +282,7 @@ class Planner:
             )
         if not self._window and step > self._planned:
             self._planned = step - 1  # all steps before are
-        last = self._window[-1].step if self._window else self._planned
+        last = self._window[-1].named.step if self._window else self._planned
         if step != last + 1:
             raise PlanError(f"step {step} does not follow {last}: steps come in order")
         if self._looks_ahead:
@@ -342,10 +296,7 @@ class Planner:
         self._take_in(named, decide)
         total, over = loops.sum_up(sizes, self._sizes, firsts)
         ends = list(accumulate(map(len, requests)))
-        entry = Ingested(
-            step, kind, int(total), over == 0, ends, distinct, previous, labels,
-            starts, bases, sizes, firsts,
-        )  # fmt: skip
+        entry = Ingested(kind, int(total), over == 0, ends, named, firsts)
         self._window.append(entry)
         return entry
 
@@ -385,10 +336,9 @@ def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.
         row_of=np.full((count, slots), -1, np.int32),
         table=np.empty((count, slots + loops.STEPS + steps + keys, 4), np.int32),
         keys=np.zeros(count, np.int64),
-        waiting=np.empty((count, 2), np.int32),
+        waiting=np.empty((count, 2, 2), np.int32),
         begins=np.zeros((count, steps), np.int64),
-        origins=np.zeros(steps, np.int64),
-        ends=np.zeros((count, steps, steps), np.int32),
+        waits=np.zeros((count, steps), np.int64),
         heads=np.zeros(count, np.int64),
     )
 
@@ -409,11 +359,10 @@ class HomePlanner(Planner):
     ended). `popularity` uint8 `[local rows]`: each row's class, higher is hotter, 0 never seen;
     `PINNED` rows leave where no other can, whatever the policy, as do those of `resident_rows`. Its
     index is 8 bytes per local row: slot, level and last reference; only the home has it, so it is
-    divided over the ranks. Rows of a step in the window that it names again wait until that step is
-    planned: 4 bytes each. Every slot with a row that is not pinned lies in a list, so
-    filing and taking cost as much as the rows filed and taken, whatever the size of the cache; only
-    where pinned rows must leave are all slots looked at. Raises ConfigError where a policy needs
-    popularity and it is None.
+    divided over the ranks. Rows of a step in the window wait until that is planned, 8 bytes each.
+    Every slot with a row that is not pinned lies in a list, so filing and taking cost as much as
+    the rows filed and taken, whatever the size of the cache; only where pinned rows must leave are
+    all slots looked at. Raises ConfigError where a policy needs popularity and it is None.
     """
 
     def __init__(
@@ -451,12 +400,6 @@ class HomePlanner(Planner):
         self._hold(np.full(slots, -1, np.int64), -1)
 
     @property
-    def index_bytes(self) -> int:
-        """See `Planner.index_bytes`."""
-        popular = 0 if self._popularity is None else self._popularity.nbytes
-        return self._home.index.nbytes + popular
-
-    @property
     def due_rows(self) -> int:
         """See `Planner.due_rows`."""
         if self._decided is not None:
@@ -466,23 +409,19 @@ class HomePlanner(Planner):
 
     def _make_room(self, step: int, waiting: int) -> None:
         """See `Planner._make_room`."""
-        known = self._home
-        steps = len(known.origins)
-        if step - self._planned >= steps:
+        if step - self._planned >= self._home.begins.shape[1]:
             self._widen(2 * (step - self._planned), 0)
-            known = self._home
-            steps = len(known.origins)
-        size = known.waiting.shape[1]
+        known, size = self._home, self._home.waiting.shape[1]
         if waiting > size:
             begins = known.heads
             if self._window:
-                begins = known.begins[:, self._window[0].step & (steps - 1)]
-            wider = np.empty((self.parts.count, 1 << int(waiting).bit_length()), np.int32)
+                oldest = self._window[0].named.step & (known.begins.shape[1] - 1)
+                begins = known.begins[:, oldest]
+            wider = np.empty((self.parts.count, 1 << int(waiting).bit_length(), 2), np.int32)
             for part, (start, stop) in enumerate(zip(begins, known.heads, strict=True)):
                 at = np.arange(start, stop)
                 wider[part, at & (wider.shape[1] - 1)] = known.waiting[part, at & (size - 1)]
             self._home = known._replace(waiting=wider)
-        known.origins[step & (steps - 1)] = self._planned + 1
 
     def _take_in(self, named: loops.Named, decide: bool) -> None:
         """See `Planner._take_in`: with the next decision, where that is known to be possible."""
@@ -513,12 +452,12 @@ class HomePlanner(Planner):
         if not entry.fits:
             needs = self.due_rows
             raise StepTooLargeError(
-                f"step {entry.step}: home rank {self.home} has {entry.rows} distinct rows, which "
-                f"want {needs} slots, for {self.slots}",
+                f"step {entry.named.step}: home rank {self.home} has {entry.rows} distinct rows, "
+                f"which want {needs} slots, for {self.slots}",
                 rows=needs,
                 slots=self.slots,
             )
-        due, decided = self._begin(self._window[-1].step)
+        due, decided = self._begin(self._window[-1].named.step)
         self._share(loops.plan, due)
         return decided()
 
@@ -526,37 +465,35 @@ class HomePlanner(Planner):
         """The oldest step for the loops, and what gives the decision once they are done; `newest`:
         the last step that is known."""
         entry, ranking = self._window.popleft(), self._ranking
-        step = self._planned = entry.step
+        step = self._planned = entry.named.step
         before = ranking.learn(entry.rows, step)
         self._highest = max(self._highest, ranking.base + ranking.top)
         keys = self._highest - self._lowest + 1
         if keys > self._home.table.shape[1] - self._by_key:
             self._widen(0, 2 * keys)
         newest = newest if self._looks_ahead else step
-        when = (step, newest, self._prefetch, ranking.rate, ranking.base)
+        when = (entry.named, newest, self._prefetch, ranking.rate, ranking.base)
         scale = (ranking.ranks, ranking.values, ranking.factors, ranking.nearest)
-        what = (entry.distinct, entry.previous, entry.bases, entry.counts, entry.starts)
-        where = (entry.labels, entry.firsts, self._own_slots, self.parts.shape)
+        where = (entry.firsts, self._own_slots, self.parts.shape)
         slots, fetch, taken, evict_slots = np.empty((4, entry.rows), np.int32)
-        local, levels = np.empty((2, entry.rows), np.int64), np.empty((3, entry.rows), np.uint8)
+        local, levels = np.empty((2, entry.rows), np.int64), np.empty((2, entry.rows), np.uint8)
         out = (slots, *levels, fetch, taken, evict_slots, *local)
-        done = np.empty((self.parts.count, 5), np.int64)
-        due = loops.Due(*when, *scale, *what, *where, *out, done)
+        done = np.empty((self.parts.count, 3), np.int64)
+        due = loops.Due(*when, *scale, *where, *out, done)
         return due, lambda: self._decision(entry, due, before)
 
     def _decision(self, entry: Ingested, due: loops.Due, before: tuple) -> HomeDecision:
         """What the loops have decided."""
-        of = due.fetch, due.taken, due.fetched, due.evict_slots, due.evicted
-        came, gone, latest, self._lowest = loops.gather(due.done, self._home.keys, *of)
+        came, gone, latest, self._lowest = loops.gather(self._home.keys, due)
         if latest < -1:
             raise PlanError(
-                f"step {entry.step}: home rank {self.home} finds too few slots that may leave"
+                f"step {entry.named.step}: home rank {self.home} finds too few slots that may leave"
             )
         self._past.append((entry, due.levels, before))
         return HomeDecision(
-            step=entry.step,
+            step=entry.named.step,
             kind=entry.kind,
-            previous=entry.dense(entry.previous),
+            previous=entry.dense(entry.named.previous),
             replies=entry.replies(),
             slots=due.slots,
             fetch=due.fetch[:came],
@@ -565,7 +502,6 @@ class HomePlanner(Planner):
             evict_rows=self.layout.row(self.home, due.evicted[:gone]),
             latest_use=latest,
             fetch_slots=due.taken[:came],
-            missing=due.missing,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
@@ -574,7 +510,7 @@ class HomePlanner(Planner):
         self._decided = None
         while self._window:
             self._unname(self._window.pop())
-        while self._past and self._past[-1][0].step > step:
+        while self._past and self._past[-1][0].named.step > step:
             entry, levels, before = self._past.pop()
             self._unname(entry)
             if self._ranking.rate >= 0:
@@ -588,7 +524,7 @@ class HomePlanner(Planner):
         self._hold(local, step - self._prefetch - 1)
 
     def _unname(self, entry: Ingested) -> None:
-        previous = entry.dense(entry.previous)
+        previous = entry.dense(entry.named.previous)
         previous = np.where(previous < -1, -2 - previous, previous)  # see `loops.tell_new`
         for part, rows, span in entry.by_part():
             self._home.index[part, rows, loops.NAMED] = previous[span]
@@ -621,12 +557,12 @@ class HomePlanner(Planner):
     @property
     def _by_key(self) -> int:
         """The first node of a key."""
-        return self._home.row_of.shape[1] + loops.STEPS + len(self._home.origins)
+        return self._home.row_of.shape[1] + loops.STEPS + self._home.begins.shape[1]
 
     def _widen(self, steps: int, keys: int) -> None:
         """Room for lists of at least so many steps and keys."""
         known, slots = self._home, self._home.row_of.shape[1]
-        old_steps, old_by_key = len(known.origins), self._by_key
+        old_steps, old_by_key = known.begins.shape[1], self._by_key
         old_keys = known.table.shape[1] - old_by_key
         steps = max(old_steps, 1 << max(steps - 1, 0).bit_length())
         keys = max(old_keys, 1 << max(keys - 1, 0).bit_length())
@@ -643,20 +579,16 @@ class HomePlanner(Planner):
         renamed[old] = new
         table[:, new] = known.table[:, old]
         table[:, new, : loops.LAST] = renamed[known.table[:, old, : loops.LAST]]
-        begins, ends = (
-            np.zeros((self.parts.count, *[steps] * of), kind)
-            for of, kind in ((1, np.int64), (2, np.int32))
-        )
-        origins, at, to = np.zeros(steps, np.int64), in_use & (old_steps - 1), in_use & (steps - 1)
-        begins[:, to], origins[to] = known.begins[:, at], known.origins[at]
-        ends[:, to, :old_steps] = known.ends[:, at]
-        self._home = known._replace(table=table, begins=begins, origins=origins, ends=ends)
+        begins, waits = np.zeros((2, self.parts.count, steps), np.int64)
+        for wider, own in ((begins, known.begins), (waits, known.waits)):
+            wider[:, in_use & (steps - 1)] = own[:, in_use & (old_steps - 1)]
+        self._home = known._replace(table=table, begins=begins, waits=waits)
 
 
 class ResidentPlanner(Planner):
     """All rows on every device: slot = row, nothing moves (mode `resident`)."""
 
-    def __init__(self, layout: Layout, home: int) -> None:
+    def __init__(self, layout: RowLayout, home: int) -> None:
         rows = layout.local_rows
         parts = replace(Parts.of(rows, layout.most_rows), bits=0)
         super().__init__(layout, home, parts, slice(None))
@@ -664,10 +596,10 @@ class ResidentPlanner(Planner):
     def plan(self) -> HomeDecision:
         """See `Planner.plan`: every row is a hit."""
         entry, none = self._window.popleft(), np.empty(0, np.int64)
-        self._planned = entry.step
+        self._planned = entry.named.step
         rows = self.layout.row(self.home, entry.local(self.parts))
-        known = (entry.step, entry.kind, entry.dense(entry.previous), entry.replies())
-        return HomeDecision(*known, rows, *[none] * 4, -1, none, np.zeros(len(rows), np.uint8))
+        known = (entry.named.step, entry.kind, entry.dense(entry.named.previous), entry.replies())
+        return HomeDecision(*known, rows, *[none] * 4, -1, none)
 
 
 class PassThroughPlanner(ResidentPlanner):
@@ -697,7 +629,6 @@ class PassThroughPlanner(ResidentPlanner):
             evict_rows=old_rows,
             latest_use=latest,
             fetch_slots=slots,
-            missing=np.ones(len(slots), np.uint8),
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:

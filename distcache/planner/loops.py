@@ -8,9 +8,8 @@ import numpy as np
 
 from distcache.compiled import array, compiled, fetch_early, i4, i8, in4, in8, out4, out8, types
 
-in44, out44, out444 = array(i4, False, 2), array(i4, True, 2), array(i4, True, 3)
-in88, out88, out11 = array(i8, False, 2), array(i8, True, 2), array(types.uint8, True, 2)
-in1, out1 = array(types.uint8, False), array(types.uint8, True)
+out44, out444, out88 = array(i4, True, 2), array(i4, True, 3), array(i8, True, 2)
+in88, in1, out1 = array(i8, False, 2), array(types.uint8, False), array(types.uint8, True)
 
 PINNED = 255
 """Level, and popularity class, of a row that leaves only where no other can."""
@@ -40,7 +39,7 @@ def local_of(shelf: int, place: int, bits: int) -> int:
 
 @compiled(i8(i8, i8, in8))
 def row_in(part: int, row: int, shape: np.ndarray) -> int:
-    """The local row that is `row` of `part`, of homes of `shape`; see `divide_rows`."""
+    """The local row that is `row` of `part`, of homes of `shape`; see `request_loops.Homes`."""
     bits, inner = shape[0], shape[1]
     if inner == 0:
         return local_of(part, row, bits)
@@ -78,11 +77,11 @@ class Home(NamedTuple):
     that no step in the window uses. Both are powers of two. Slots of rows whose level is `PINNED`
     are in no list, and `table` says nothing of them. `keys` int64 `[K]`: no lower key has slots.
 
-    Rows that a step names after another one that is not planned yet wait until that is: in
-    `waiting` int32 `[K, Q]`, Q a power of two, as rings. Those of step s begin at `begins[s & m -
-    1]` (int64 `[K, m]`), in the order of the steps that named them before: `origins[s & m - 1]`
-    (int64 `[m]`) and up, whose rows end `ends[s & m - 1]` (int32 `[K, m, m]`) after that.
-    `heads` int64 `[K]`: where the next begin.
+    Rows of a step in the window wait, until that is planned, for it to tell them who names them
+    next: in `waiting` int32 `[K, Q, 2]`, Q a power of two, as rings of the row and the step that
+    does. Those of step s begin at `begins[s & m - 1]`, where each of its rows has room, and are
+    `waits[s & m - 1]` so far, by the step that names them (int64 `[K, m]`). `heads` int64 `[K]`:
+    where those of the next step begin.
     """
 
     index: np.ndarray
@@ -91,8 +90,7 @@ class Home(NamedTuple):
     keys: np.ndarray
     waiting: np.ndarray
     begins: np.ndarray
-    origins: np.ndarray
-    ends: np.ndarray
+    waits: np.ndarray
     heads: np.ndarray
 
 
@@ -108,7 +106,7 @@ AFTER, BEFORE, LAST, NEXT = range(4)
 FREE, STEPS = range(2)
 """Where lists begin beyond the slots."""
 
-_home = types.NamedTuple([out444, out44, out444, out8, out44, out88, out8, out444, out8], Home)
+_home = types.NamedTuple([out444, out44, out444, out8, out444, out88, out88, out8], Home)
 
 
 @compiled(types.UniTuple(i8, 2)(_home, i8, in4, in88, out88, out8))
@@ -128,7 +126,7 @@ def spread_counts(
     if all did, beside those of the step `oldest` and later ones, -1: there are none.
     """
     begin, before, most, highest = 0, 0, 0, np.uint32(0)
-    shelves, mask = counts.shape[1] // len(bases), len(home.origins) - 1
+    shelves, mask = counts.shape[1] // len(bases), home.begins.shape[1] - 1
     for rank in range(len(counts)):
         starts[rank, 0] = begin
         for shelf in range(counts.shape[1]):
@@ -192,7 +190,7 @@ def tell(home: Home, part: int, row: int, step: int, filed: bool) -> None:
         if filed:
             unlink(table, slot)
         table[at(slot), NEXT] = step
-        append(table, slots + STEPS + (step & (len(home.origins) - 1)), slot)
+        append(table, slots + STEPS + (step & (home.begins.shape[1] - 1)), slot)
 
 
 class Named(NamedTuple):
@@ -227,14 +225,16 @@ _named = types.NamedTuple(
 
 @compiled(i8(_home, i8, _named, i8, i8))
 def tell_new(home: Home, part: int, named: Named, row: int, previous: int) -> int:
-    """Where the policy looks ahead, tell a row of the step of this use, if no step in the window
-    names it, or count it by the step that does, the `previous` one. Of a pinned row, which nobody
-    has to tell, -2 - `previous` is returned; of any other `previous`."""
+    """Where the policy looks ahead, tell a row of the step of this use, or, if a step in the window
+    names it, the `previous` one, let it wait for that. Of a pinned row, which nobody has to tell,
+    -2 - `previous` is returned; of any other `previous`."""
     if home.index[at(part), at(row), HELD] & (LEVELS - 1) == PINNED:
         return -2 - previous
     if named.looks_ahead and previous > named.planned:
-        ends = home.ends[part, named.step & (len(home.origins) - 1)]
-        ends[at(previous - named.planned - 1)] += 1
+        waiting, step = home.waiting[part], at(previous & (home.begins.shape[1] - 1))
+        place = home.begins[part, step] + home.waits[part, step] & (len(waiting) - 1)
+        waiting[at(place), 0], waiting[at(place), 1] = row, named.step
+        home.waits[part, step] += 1
     elif named.looks_ahead:
         tell(home, part, row, named.step, True)
     return previous
@@ -242,9 +242,9 @@ def tell_new(home: Home, part: int, named: Named, row: int, previous: int) -> in
 
 @compiled(types.void(_home, i8, _named))
 def name_part(home: Home, part: int, named: Named) -> None:
-    """Find the distinct rows of one part; meanwhile `index` has -2 - the place of each among
-    them."""
-    index, base, count = home.index[part], named.bases[part], 0
+    """Find the distinct rows of one part; meanwhile, unless each is named once, `index` has -2 -
+    the place of each among them."""
+    index, base, count, once = home.index[part], named.bases[part], 0, named.once
     for shelf in range(part << named.inner, (part + 1) << named.inner):
         for rank in range(len(named.starts)):
             start, stop = named.starts[rank, shelf], named.starts[rank, shelf + 1]
@@ -259,73 +259,32 @@ def name_part(home: Home, part: int, named: Named) -> None:
                     continue
                 named.distinct[at(base + count)] = row
                 named.previous[at(base + count)] = tell_new(home, part, named, row, seen)
-                index[at(row), NAMED] = -2 - count
+                index[at(row), NAMED] = named.step if once else -2 - count
                 labels[i] = count
                 count += 1
     named.counts[part] = count
     distinct = named.distinct[base : base + count]
-    for k in range(len(distinct)):
+    for k in range(0 if once else len(distinct)):
         index[at(distinct[k]), NAMED] = named.step
 
 
 @compiled(types.void(_home, i8, _named))
-def name_once(home: Home, part: int, named: Named) -> None:
-    """`name_part` of rows that one rank names, none twice."""
-    index, start = home.index[part], named.bases[part]
-    stop = named.starts[0, (part + 1) << named.inner]
-    rows, labels = named.rows[start:stop], named.labels[start:stop]
-    distinct, previous = named.distinct[start:stop], named.previous[start:stop]
-    for i in range(len(rows)):
-        if i + _EARLY < len(rows):
-            fetch_early(index, rows[i + _EARLY])
-        row = np.int64(rows[i])
-        seen = np.int64(index[at(row), NAMED])
-        distinct[i], previous[i], labels[i] = row, tell_new(home, part, named, row, seen), i
-        index[at(row), NAMED] = named.step
-    named.counts[part] = stop - start
-
-
-@compiled(types.void(_home, i8, _named))
 def ingest_part(home: Home, part: int, named: Named) -> None:
-    """Take in what all ranks name of one part. Rows that a step in the window names too wait for
-    that step."""
-    mask, room, steps = len(home.origins) - 1, home.waiting.shape[1] - 1, 0
-    ends, waiting = home.ends[part, named.step & mask], home.waiting[part]
-    if named.looks_ahead:
-        steps = named.step - named.planned - 1
-    ends[:steps] = 0
-    if named.once:
-        name_once(home, part, named)
-    else:
-        name_part(home, part, named)
-    begin, before = home.heads[part], 0
-    for group in range(steps):
-        count, ends[group] = ends[group], before
-        before += count
-    ends[steps] = before
-    home.begins[part, named.step & mask], home.heads[part] = begin, begin + before
-    start, stop = named.bases[part], named.bases[part] + named.counts[part]
-    distinct, previous = named.distinct[start:stop], named.previous[start:stop]
-    for k in range(len(distinct) if before else 0):
-        # Without a branch, which no core foresees: one that waits for none lies after all others.
-        group = np.int64(previous[k]) - named.planned - 1
-        group = group if group >= 0 and group < steps else steps
-        waiting[at((begin + ends[at(group)]) & room)] = distinct[k]
-        ends[at(group)] += group < steps
+    """Take in what all ranks name of one part."""
+    name_part(home, part, named)
+    step = named.step & (home.begins.shape[1] - 1)
+    home.begins[part, step], home.waits[part, step] = home.heads[part], 0
+    home.heads[part] += named.counts[part]
 
 
-@compiled(types.void(_home, i8, i8, i8))
-def look_ahead(home: Home, part: int, step: int, newest: int) -> None:
+@compiled(types.void(_home, i8, i8))
+def look_ahead(home: Home, part: int, step: int) -> None:
     """Tell which rows of `step`, whose slots are filled by now, are used again, and when."""
-    mask, room, waiting = len(home.origins) - 1, home.waiting.shape[1] - 1, home.waiting[part]
-    for later in range(step + 1, newest + 1):
-        group = step - home.origins[later & mask]
-        if group < 0:
-            continue
-        ends, begin = home.ends[part, later & mask], home.begins[part, later & mask]
-        start = ends[group - 1] if group else 0
-        for i in range(begin + start, begin + ends[group]):
-            tell(home, part, np.int64(waiting[at(i & room)]), later, False)
+    waiting, now = home.waiting[part], step & (home.begins.shape[1] - 1)
+    begin, room = home.begins[part, now], len(waiting) - 1
+    for i in range(begin, begin + home.waits[part, now]):
+        row, later = waiting[at(i & room), 0], waiting[at(i & room), 1]
+        tell(home, part, np.int64(row), np.int64(later), False)
 
 
 @compiled(types.UniTuple(i8, 2)(out44, i8, i8, i8, types.boolean, i8, out4, i8, i8))
@@ -418,7 +377,7 @@ def take(
     these are short, holds are: oldest last use first. Last, pinned rows; those that the step has
     `named` (int32: their slots) stay.
     """
-    table, slots, mask = home.table[part], home.row_of.shape[1], len(home.origins) - 1
+    table, slots, mask = home.table[part], home.row_of.shape[1], home.begins.shape[1] - 1
     by_key = slots + STEPS + mask + 1
     keys = len(table) - by_key - 1
     count, latest = leave(table, slots + FREE, step, step, True, -1, out, first, wanted)
@@ -445,7 +404,7 @@ def file(home: Home, part: int, slot: int, key: int) -> None:
     it."""
     table, slots = home.table[part], home.row_of.shape[1]
     if table[at(slot), NEXT] == NEVER:
-        by_key = slots + STEPS + len(home.origins)
+        by_key = slots + STEPS + home.begins.shape[1]
         append(table, by_key + (key & (len(table) - by_key - 1)), slot)
 
 
@@ -503,22 +462,21 @@ def count_use(
 class Due(NamedTuple):
     """A step that is decided, and where `plan` writes what is.
 
-    `distinct`, `previous`, `bases`, `counts`, `starts` and `labels` are what `ingest` wrote, which
-    become places among the home's rows; part p has rows `dense[p]` and up of these, and slots
-    `own_slots[p]` and up of the device's; `shape`: of the home, see
-    `divide_rows`; `newest`: the last step that the window knows. Keys are `base` + `ranks` of
-    levels; uses are counted at `rate` >= 0; `values`, `factors` and `nearest`: see `count_use`.
+    `named`: what `ingest` wrote, whose `labels` become places among the home's rows; part p has
+    rows `dense[p]` and up of these, and slots `own_slots[p]` and up of the device's; `shape`: of
+    the home, see `request_loops.Homes`; `newest`: the last step that the window knows. Keys are
+    `base` + `ranks` of levels; uses are counted at `rate` >= 0; `values`, `factors` and `nearest`:
+    see `count_use`.
 
-    Of the home's rows in canonical order: `slots`, the `levels` that they had, those that they
-    have, `counted`, and which are `missing` (uint8 all three). And of consecutive parts that one
-    call decides, from `dense` of the first on: `fetch`, which of the home's rows to fetch, `taken`,
-    the slots that these fill, and `fetched`, their local rows; `evict_slots`, and `evicted`, the
-    local rows that leave these. int32 `[U]` each, local rows int64. `done` int64 `[K, 5]`: how many
-    are fetched, how many leave, the latest last use of a slot that is filled, -2 where slots are
-    too few, and from where on `fetch` and `evict_slots` have those.
+    Of the home's rows in canonical order: `slots`, the `levels` that they had, and those that they
+    have, `counted` (both uint8). And of part p, from `dense[p]` on: `fetch`, which of the home's
+    rows to fetch, `taken`, the slots that these fill, and `fetched`, their local rows;
+    `evict_slots`, and `evicted`, the local rows that leave these. int32 `[U]` each, local rows
+    int64. `done` int64 `[K, 3]`: how many are fetched, how many leave, and the latest last use of a
+    slot that is filled, -2 where slots are too few.
     """
 
-    step: int
+    named: Named
     newest: int
     prefetch: int
     rate: int
@@ -527,19 +485,12 @@ class Due(NamedTuple):
     values: np.ndarray
     factors: np.ndarray
     nearest: np.ndarray
-    distinct: np.ndarray
-    previous: np.ndarray
-    bases: np.ndarray
-    counts: np.ndarray
-    starts: np.ndarray
-    labels: np.ndarray
     dense: np.ndarray
     own_slots: np.ndarray
     shape: np.ndarray
     slots: np.ndarray
     levels: np.ndarray
     counted: np.ndarray
-    missing: np.ndarray
     fetch: np.ndarray
     taken: np.ndarray
     evict_slots: np.ndarray
@@ -550,25 +501,22 @@ class Due(NamedTuple):
 
 _due = types.NamedTuple(
     [
-        *(i8, i8, i8, i8, i8, out4, out8, out8, out1),
-        *(out4, out4, out8, out8, out88, out4, out8, out8, out8),
-        *(out4, out1, out1, out1, out4, out4, out4, out8, out8, out88),
+        *(_named, i8, i8, i8, i8, out4, out8, out8, out1, out8, out8, out8),
+        *(out4, out1, out1, out4, out4, out4, out8, out8, out88),
     ],
     Due,
 )
 
 
-@compiled(i8(_home, i8, _due, i8))
-def look_up(home: Home, part: int, due: Due, first: int) -> int:
+@compiled(i8(_home, i8, _due))
+def look_up(home: Home, part: int, due: Due) -> int:
     """Hold the slots of those rows of the step that are cached, and count the use of all. Writes
-    each row's slot, or -1, and which of them are to be fetched, from `first` on; returns how many
-    these are."""
-    index, table, step, rate = home.index[part], home.table[part], due.step, due.rate
-    start, size, base = due.dense[part], due.counts[part], due.bases[part]
-    distinct, previous = due.distinct[base : base + size], due.previous[base : base + size]
+    each row's slot, or -1, and which of them are to be fetched; returns how many these are."""
+    index, table, named, rate = home.index[part], home.table[part], due.named, due.rate
+    start, size, base, step = due.dense[part], named.counts[part], named.bases[part], named.step
+    distinct, previous = named.distinct[base : base + size], named.previous[base : base + size]
     slots, levels = due.slots[start : start + size], due.levels[start : start + size]
-    counted, missing = due.counted[start : start + size], due.missing[start : start + size]
-    count = first
+    counted, count = due.counted[start : start + size], start
     for k in range(len(distinct)):
         if k + _EARLY < len(distinct):
             fetch_early(index, distinct[k + _EARLY])
@@ -582,7 +530,7 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
             age = min(step - np.int64(previous[k]), _OLDEST) * rate
             level = count_use(level, age, row, step, due.values, due.factors, due.nearest)
             index[at(row), HELD] = slot * LEVELS + level
-        counted[k], missing[k] = level, slot < 0
+        counted[k] = level
         if slot < 0:
             due.fetch[at(count)] = start + k
             count += 1
@@ -591,13 +539,13 @@ def look_up(home: Home, part: int, due: Due, first: int) -> int:
                 unlink(table, slot)
             # Held: it is no victim of its own step.
             table[at(slot), LAST], table[at(slot), NEXT] = step, NEVER
-    return count - first
+    return count - start
 
 
 @compiled(types.void(_home, i8, i8))
 def raise_keys(home: Home, part: int, base: int) -> None:
     """Raise the lowest key of a part that may have slots, to `base` at most."""
-    by_key = home.row_of.shape[1] + STEPS + len(home.origins)
+    by_key = home.row_of.shape[1] + STEPS + home.begins.shape[1]
     keys = home.table.shape[1] - by_key - 1
     while home.keys[part] < base:
         node = by_key + (home.keys[part] & keys)
@@ -606,22 +554,21 @@ def raise_keys(home: Home, part: int, base: int) -> None:
         home.keys[part] += 1
 
 
-@compiled(i8(_home, i8, _due, i8, i8, i8))
-def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) -> int:
-    """Give the slots of the part in `due.taken`, from `first` on, which then has those of the
-    device, to the rows that are fetched; how many rows leave them, which go to `due.evicted` from
-    `gone` on."""
-    index, row_of, leaving = home.index[part], home.row_of[part], gone
-    shift, own = due.bases[part] - due.dense[part], due.own_slots[part]
-    fetch, taken = due.fetch[first : first + misses], due.taken[first : first + misses]
-    fetched = due.fetched[first : first + misses]
+@compiled(i8(_home, i8, _due, i8))
+def fill(home: Home, part: int, due: Due, misses: int) -> int:
+    """Give the slots of the part in `due.taken`, which then has those of the device, to the rows
+    that are fetched; how many rows leave them, which go to `due.evicted`."""
+    index, row_of, start = home.index[part], home.row_of[part], due.dense[part]
+    shift, own, leaving = due.named.bases[part] - start, due.own_slots[part], start
+    fetch, taken = due.fetch[start : start + misses], due.taken[start : start + misses]
+    fetched = due.fetched[start : start + misses]
     for i in range(len(fetch)):
         if i + 2 * _EARLY < len(fetch):
             fetch_early(row_of, taken[i + 2 * _EARLY])
         if i + _EARLY < len(fetch):
             fetch_early(index, max(row_of[at(taken[i + _EARLY])], 0))
         slot, k = np.int64(taken[i]), np.int64(fetch[i])
-        row, old = np.int64(due.distinct[at(shift + k)]), np.int64(row_of[at(slot)])
+        row, old = np.int64(due.named.distinct[at(shift + k)]), np.int64(row_of[at(slot)])
         if old >= 0:
             index[at(old), HELD] = -LEVELS + (index[at(old), HELD] & (LEVELS - 1))
             due.evict_slots[at(leaving)] = slot + own
@@ -630,34 +577,31 @@ def fill(home: Home, part: int, due: Due, misses: int, first: int, gone: int) ->
         index[at(row), HELD] = slot * LEVELS + due.counted[at(k)]
         row_of[at(slot)], due.slots[at(k)] = row, slot
         fetched[i], taken[i] = row_in(part, row, due.shape), slot + own
-    return leaving - gone
+    return leaving - start
 
 
-@compiled(types.void(_home, i8, _due, i8, i8))
-def plan_part(home: Home, part: int, due: Due, came: int, gone: int) -> None:
-    """Decide a step in one part; what is fetched is told from `came` on, what leaves from
-    `gone`."""
-    table, start, step, size = home.table[part], due.dense[part], due.step, due.counts[part]
-    misses = look_up(home, part, due, came)
-    node = home.row_of.shape[1] + STEPS + (step & (len(home.origins) - 1))
+@compiled(types.void(_home, i8, _due))
+def plan_part(home: Home, part: int, due: Due) -> None:
+    """Decide a step in one part."""
+    named, table, start = due.named, home.table[part], due.dense[part]
+    step, size, misses = named.step, named.counts[part], look_up(home, part, due)
+    node = home.row_of.shape[1] + STEPS + (step & (home.begins.shape[1] - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
     highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
-    named = due.slots[start : start + size]
-    latest = take(home, part, *when, highest, named, due.taken, came, came + misses)
+    slots, counted = due.slots[start : start + size], due.counted[start : start + size]
+    latest = take(home, part, *when, highest, slots, due.taken, start, start + misses)
     due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
-    due.done[part, 3], due.done[part, 4] = came, gone
     if latest < -1:
         return
-    due.done[part, 1] = fill(home, part, due, misses, came, gone)
-    look_ahead(home, part, step, due.newest)
-    slots, counted = due.slots[start : start + size], due.counted[start : start + size]
+    due.done[part, 1] = fill(home, part, due, misses)
+    look_ahead(home, part, step)
     for k in range(len(slots)):
         if counted[k] != PINNED:
             file(home, part, slots[k], due.base + due.ranks[at(counted[k])])
         slots[k] += due.own_slots[part]
-    for rank in range(len(due.starts)):
+    for rank in range(len(named.starts)):
         shelf, end = part << due.shape[1], (part + 1) << due.shape[1]
-        labels = due.labels[due.starts[rank, shelf] : due.starts[rank, end]]
+        labels = named.labels[named.starts[rank, shelf] : named.starts[rank, end]]
         for i in range(len(labels)):
             labels[i] += start
     raise_keys(home, part, due.base)
@@ -685,47 +629,37 @@ def ingest(home: Home, first: int, last: int, named: Named) -> None:
 @compiled(types.void(_home, i8, i8, _due))
 def plan(home: Home, first: int, last: int, due: Due) -> None:
     """Decide a step in the parts from `first` to `last` - 1."""
-    came = gone = due.dense[first]
     for part in range(first, last):
-        due.done[part, 0] = read_all(home, part, due.counts[part])
-        plan_part(home, part, due, came, gone)
-        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
+        due.done[part, 0] = read_all(home, part, due.named.counts[part])
+        plan_part(home, part, due)
 
 
 @compiled(types.void(_home, i8, i8, _named, _due))
 def advance(home: Home, first: int, last: int, named: Named, due: Due) -> None:
     """`ingest` one step and `plan` another, while what a part has is in the core's cache."""
-    came = gone = due.dense[first]
     for part in range(first, last):
-        due.done[part, 0] = read_all(home, part, due.counts[part])
+        due.done[part, 0] = read_all(home, part, due.named.counts[part])
         ingest_part(home, part, named)
-        plan_part(home, part, due, came, gone)
-        came, gone = came + due.done[part, 0], gone + due.done[part, 1]
+        plan_part(home, part, due)
 
 
-@compiled(types.UniTuple(i8, 4)(out88, in8, out4, out4, out8, out4, out8))
-def gather(
-    done: np.ndarray,
-    keys: np.ndarray,
-    fetch: np.ndarray,
-    taken: np.ndarray,
-    fetched: np.ndarray,
-    evict_slots: np.ndarray,
-    evicted: np.ndarray,
-) -> tuple[int, int, int, int]:
+@compiled(types.UniTuple(i8, 4)(in8, _due))
+def gather(keys: np.ndarray, due: Due) -> tuple[int, int, int, int]:
     """What all parts fetch and evict without gaps, in their places (see `Due`, and `Home` for
     `keys`). How many these are, the latest last use of a slot that is filled, -2 where some part
     has too few, and the lowest key."""
     came, gone, latest, lowest = 0, 0, -1, keys[0]
-    for part in range(len(done)):
-        misses, leaving, first, out = done[part, 0], done[part, 1], done[part, 3], done[part, 4]
-        latest, lowest = max(latest, done[part, 2]), min(lowest, keys[part])
-        if done[part, 2] < -1:
+    for part in range(len(keys)):
+        misses, leaving, used = due.done[part, 0], due.done[part, 1], due.done[part, 2]
+        first = due.dense[part]
+        latest, lowest = max(latest, used), min(lowest, keys[part])
+        if used < -1:
             return 0, 0, -2, lowest
         for i in range(misses if first > came else 0):
-            fetch[came + i], taken[came + i] = fetch[first + i], taken[first + i]
-            fetched[came + i] = fetched[first + i]
-        for i in range(leaving if out > gone else 0):
-            evict_slots[gone + i], evicted[gone + i] = evict_slots[out + i], evicted[out + i]
+            due.fetch[came + i], due.taken[came + i] = due.fetch[first + i], due.taken[first + i]
+            due.fetched[came + i] = due.fetched[first + i]
+        for i in range(leaving if first > gone else 0):
+            due.evict_slots[gone + i] = due.evict_slots[first + i]
+            due.evicted[gone + i] = due.evicted[first + i]
         came, gone = came + misses, gone + leaving
     return came, gone, latest, lowest

@@ -12,7 +12,7 @@ import torch
 from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import request_loops as loops
-from distcache.planner.home import HomeDecision, Parts, homes_of, make_room
+from distcache.planner.home import HomeDecision, Parts
 from distcache.planner.shard import FETCHED, HotRows, ShardParts, as_tensor, shard_plan
 from distcache.planner.threads import ALONE, Threads
 from distcache.step_plan import StepPlan
@@ -80,70 +80,17 @@ def one_piece(count: int) -> np.ndarray:
     return np.array([[0], [count], [0], [rows], [count]])
 
 
-class Naming:
-    """Finds the distinct rows of ids, and where these are at home: whole tables in each thread.
-
-    Its scratch is kept from one call to the next.
-    """
-
-    def __init__(self, homes: loops.Homes, shelves: int = 0, threads: Threads = ALONE) -> None:
-        """`shelves`: of all homes together."""
-        self._homes, self._shelves, self.threads = homes, shelves, threads
-        self.room = make_room(0, 2, threads.count, shelves)
-
-    def name(self, ids: np.ndarray, pieces: np.ndarray, labels: np.ndarray) -> Spans:
-        """Find them in the thread's pieces; the spans. Raises PlanError for an id that its table
-        has not."""
-        spans, most = loops.cut_pieces(pieces, self.room.spans)
-        size = 1 << (2 * max(int(most), 1) - 1).bit_length()
-        held = len(self.room.rows), self.room.direct.shape[1]
-        if len(ids) > held[0] or size > held[1]:  # requests before this one still need theirs
-            sizes = max(len(ids), held[0]), max(size, held[1])
-            self.room = make_room(*sizes, self.threads.count, self._shelves)
-            loops.cut_pieces(pieces, self.room.spans)
-        room, found, begin = self.room, [], 0
-        of = [(ids, pieces, span, self._homes, room, labels) for span in range(spans)]
-        counts = self.threads.each(loops.name_span, of)
-        for (first, last, *_), count in zip(room.spans.tolist(), counts, strict=False):
-            if count < 0:
-                at = -1 - count
-                raise PlanError(f"id {at} is {ids[at]}: ids must lie within their tables")
-            found.append((first, last, begin, begin + count))
-            begin += count
-        return found
-
-
-def distinct_rows(
-    ids: np.ndarray, pieces: np.ndarray | None = None, threads: Threads = ALONE
-) -> tuple[np.ndarray, Spans, np.ndarray, np.ndarray]:
-    """`(distinct rows int64 [R], spans, labels int32 [n], occurrences int32 [R])` of ids int64
-    `[n]`; see `RowRequest`.
-
-    By first occurrence within each table. `pieces`: see `request_loops.name_rows`; None: the ids
-    are rows. Raises PlanError for an id that its table has not.
-    """
-    pieces, ids = one_piece(len(ids)) if pieces is None else pieces, _int64(ids)
-    naming, labels = Naming(homes_of([]), 0, threads), np.empty(len(ids), np.int32)
-    spans = naming.name(ids, pieces, labels)
-    own = [slice(*of[2:]) for of in naming.room.spans[: len(spans)].tolist()]
-    rows, occurs = ([of[part] for part in own] for of in (naming.room.rows, naming.room.occurs))
-    return _concatenated(rows, np.int64), spans, labels, _concatenated(occurs)
-
-
-def _int64(ids: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(ids, dtype=np.int64)
-
-
-def _concatenated(arrays: Sequence[np.ndarray], dtype: type = np.int32) -> np.ndarray:
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Without a copy where it is one."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.int32), *arrays])
 
 
 class RankPlanner:
     """Plans what one rank does for one group: `request` in stream order, then `assemble`.
 
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
-    homes, for replicated and for sharded rows; None: one.
+    homes, for replicated and for sharded rows; None: one. Scratch is kept from one call to the
+    next.
     """
 
     def __init__(
@@ -153,19 +100,54 @@ class RankPlanner:
         parts: Sequence[Parts | None] = (None, None),
         threads: Threads = ALONE,
     ) -> None:
-        self._world, self.threads = layout.world_size, threads
+        self._world, self._threads = layout.world_size, threads
         regions = parts[:1] if hot is None else parts
         both = [of or Parts(0, layout.most_rows) for of in regions]
-        homes = homes_of(both, self._world, None if hot is None else hot.known)
         self._shelves = [1 << of.shelves for of in both]
-        self._naming = Naming(homes, self._world * sum(self._shelves), threads)
+        shapes = np.zeros((len(both), 4), np.int64)
+        shapes[:, :3], shapes[1:, 3] = [of.shape for of in both], self._world * self._shelves[0]
+        none = np.empty(0, np.int32)
+        known = (np.empty(0, np.int64), none, none, 0) if hot is None else hot.known
+        self._homes = loops.Homes(self._world, hot is not None, shapes, *known)
+        self._room = self._make_room(0, 2)
+
+    def _make_room(self, ids: int, table: int) -> loops.Room:
+        """Scratch for so many ids, and tables of so many entries."""
+        spans, shelves = self._threads.count, self._world * sum(self._shelves)
+        cuts, hashed = np.empty((spans, 4), np.int64), np.empty((spans, table), np.int64)
+        direct, about = (np.empty(shape, np.int32) for shape in ((spans, table), (ids, 2)))
+        rows, three = np.empty(ids, np.int64), np.empty((3, ids), np.int32)
+        counts = np.empty((2, spans, 2, shelves), np.int64)
+        return loops.Room(cuts, direct, hashed, rows, *three, *counts, about)
+
+    def _name(self, ids: np.ndarray, pieces: np.ndarray, labels: np.ndarray) -> Spans:
+        """Find the distinct rows of the ids, and where these are at home, whole tables in each
+        thread; the spans. Raises PlanError for an id that its table has not."""
+        spans, most = loops.cut_pieces(pieces, self._room.spans)
+        size = 1 << (2 * max(int(most), 1) - 1).bit_length()
+        held = len(self._room.rows), self._room.direct.shape[1]
+        if len(ids) > held[0] or size > held[1]:  # requests before this one still need theirs
+            self._room = self._make_room(max(len(ids), held[0]), max(size, held[1]))
+            loops.cut_pieces(pieces, self._room.spans)
+        room, found, begin = self._room, [], 0
+        of = [(ids, pieces, span, self._homes, room, labels) for span in range(spans)]
+        counts = self._threads.each(loops.name_span, of)
+        for (first, last, *_), count in zip(room.spans.tolist(), counts, strict=False):
+            if count < 0:
+                at = -1 - count
+                raise PlanError(f"id {at} is {ids[at]}: ids must lie within their tables")
+            found.append((first, last, begin, begin + count))
+            begin += count
+        return found
 
     def request(self, ids: np.ndarray, pieces: np.ndarray | None = None) -> RowRequest:
         """What it asks for the ids (int64 `[n]`) of its local batch; `pieces`: see
-        `distinct_rows`."""
-        pieces, ids = one_piece(len(ids)) if pieces is None else pieces, _int64(ids)
-        labels, world = np.empty(len(ids), np.int32), self._world
-        spans, room = self._naming.name(ids, pieces, labels), self._naming.room
+        `request_loops.name_rows`; None: the ids are rows. Raises PlanError for an id that its table
+        has not."""
+        pieces = one_piece(len(ids)) if pieces is None else pieces
+        ids, world = np.ascontiguousarray(ids, dtype=np.int64), self._world
+        labels = np.empty(len(ids), np.int32)
+        spans, room = self._name(ids, pieces, labels), self._room
         shelves = room.counts.shape[2]
         starts, sizes = np.empty(shelves + 1, np.int64), np.empty(shelves, np.int64)
         loops.order_shelves(room.counts[: len(spans)], room.firsts, starts, sizes)
@@ -175,7 +157,7 @@ class RankPlanner:
         segments[-1] = len(ids)
         out = divided, places, segments
         of_each = [(room, span, of[2], *out) for span, of in enumerate(spans)]
-        self.threads.each(loops.divide_span, of_each)
+        self._threads.each(loops.divide_span, of_each)
         asked: list[Asked | None] = [None, None]
         first = 0
         for region, own in enumerate(self._shelves):
@@ -196,12 +178,12 @@ class RankPlanner:
         """
         positions, order = np.empty((2, len(request.labels)), np.int32)
         named = np.ascontiguousarray(canonical, np.int32), request.segments, missing
-        about, labels, places = self._naming.room.about, request.labels, request.places
+        about, labels, places = self._room.about, request.labels, request.places
         of_each = [
             (request.pieces, *span, labels, places, *named, about, positions, order)
             for span in request.spans
         ]
-        return positions, order, sum(self.threads.each(loops.order_ids, of_each))
+        return positions, order, sum(self._threads.each(loops.order_ids, of_each))
 
     def assemble(
         self,
@@ -226,10 +208,8 @@ class RankPlanner:
         joined = [part.slots for part in parts], [part.fetch for part in parts]
         slots = np.ascontiguousarray(_concatenated(joined[0]), np.int32)
         fetch = np.ascontiguousarray(_joined(joined[1], base), np.int32)
-        missing, fetched = own.missing, np.ascontiguousarray(own.fetch_slots, np.int32)
-        if len(parts) > 1 or sharded is not None:
-            missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
-            loops.mark(slots, fetch, missing, fetched)
+        missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+        loops.mark(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         positions, order, missed = self.occurrences(request, asked, missing)

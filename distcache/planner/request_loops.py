@@ -9,8 +9,8 @@ import numpy as np
 
 from distcache.compiled import array, compiled, i4, i8, in4, in8, out1, out4, out8, types
 
-in44, out44, out88 = array(i4, False, 2), array(i4, True, 2), array(i8, True, 2)
-in88, out888, in1 = array(i8, False, 2), array(i8, True, 3), array(types.uint8, False)
+in88, out44, out88 = array(i8, False, 2), array(i4, True, 2), array(i8, True, 2)
+in1, out888 = array(types.uint8, False), array(i8, True, 3)
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF, _SOME, _TOP = np.uint64(32), np.uint64(29), np.uint64(40)
@@ -192,14 +192,24 @@ def shelf_of(local: int, bits: int) -> int:
     return (local + np.int64(key >> _TOP)) & ((1 << bits) - 1)
 
 
+@compiled(types.void(in8, in8, out8, out8))
+def shelve(local: np.ndarray, shape: np.ndarray, shelves: np.ndarray, numbers: np.ndarray) -> None:
+    """The shelf of each local row of a home of `shape` (see `Homes.shapes`), and how its part
+    numbers it."""
+    for i in range(len(local)):
+        shelf = shelf_of(local[i], shape[0])
+        shelves[i] = shelf
+        numbers[i] = (shelf & ((1 << shape[1]) - 1)) * shape[2] + (local[i] >> shape[0])
+
+
 class Homes(NamedTuple):
     """Where the rows of a group are at home, on one of `world` ranks (`layout.RowLayout`).
 
     `shapes` int64 `[2, 4]`, of the homes of replicated rows, and of those of sharded ones: each has
     2^b shelves, of which 2^i consecutive ones are a part; a shelf has so many places; and which
-    number the first shelf of home 0 has, followed by those of home 1, ... `[0, 4]`: rows have no
-    shelves. Replicated, where some rows are `sharded`, are those `known` (int64, ascending), which
-    their homes number `local` (int32); `starts` and `shift`: see `find_row`.
+    number the first shelf of home 0 has, followed by those of home 1, ... Replicated, where some
+    rows are `sharded`, are those `known` (int64, ascending), which their homes number `local`
+    (int32); `starts` and `shift`: see `find_row`.
     """
 
     world: int
@@ -310,8 +320,7 @@ def name_span(
     count = name_rows(ids, pieces, first, last, scratch[0], scratch[1], rows, labels, occurs)
     if count >= 0:
         room.spans[span, 3] = start + count
-        if len(homes.shapes):
-            shelve_span(homes, room, span)
+        shelve_span(homes, room, span)
     return count
 
 

@@ -164,69 +164,51 @@ before, 0 for none."""
 
 
 class HotRows:
-    """Rows, int64 `[K]`, ascending, and where to look for one among them (20 K to 36 K bytes).
+    """Rows, int64 `[K]`, ascending, and where to look for one among them (20 K to 36 K bytes); as a
+    planner's layout, whose index then takes memory for these rows alone.
 
-    `local` int32 `[K + 1]`: how each home numbers its own, 0, 1, ... in ascending order, then -1,
-    which is that of place -1; `sizes` int64 `[W]`: how many each has.
+    Each home numbers its own 0, 1, ... in ascending order; `sizes` int64 `[W]`: how many each has.
     """
 
     def __init__(self, layout: RowLayout, rows: np.ndarray) -> None:
-        self.rows = np.array(rows, dtype=np.int64)
+        self.rows, self.world_size = np.array(rows, dtype=np.int64), layout.world_size
+        self.offsets = np.zeros(1, np.int64)  # they are of no table as a whole
         last = int(rows[-1]) if len(rows) else 0
         self._shift = max(0, last.bit_length() - len(rows).bit_length() - 2)
         edges = np.arange((last >> self._shift) + 2) << self._shift
         self._starts = np.searchsorted(self.rows, edges).astype(np.int32)
-        order, starts = grouped(layout.home(self.rows), layout.world_size)
-        self.local, self.sizes = np.full(len(rows) + 1, -1, np.int32), np.diff(starts)
-        self.local[order] = np.arange(len(rows)) - np.repeat(starts[:-1], self.sizes)
+        order, self._begins = grouped(layout.home(self.rows), layout.world_size)
+        self.sizes, self._by_home = np.diff(self._begins), self.rows[order]
+        self._local = np.full(len(rows) + 1, -1, np.int32)
+        """And, behind them, -1, which is that of place -1."""
+        self._local[order] = np.arange(len(rows)) - np.repeat(self._begins[:-1], self.sizes)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the home that has most; 1 where none has any."""
+        return max(1, *self.sizes.tolist())
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """The place of each of `rows` int64 `[n]` among these, -1 where it is none; int32."""
         place = np.searchsorted(self.rows, rows)
         return np.where(np.append(self.rows, -1)[place] == rows, place, -1).astype(np.int32)
 
+    def local(self, rows: np.ndarray) -> np.ndarray:
+        """The number of each of `rows` at its home; -1 for one that is none of these."""
+        return self._local[self.find(rows)]
+
+    def row(self, home: int, local: np.ndarray) -> np.ndarray:
+        """The row of each number: the inverse of `local`, at one home."""
+        return self._by_home[self._begins[home] :][local]
+
+    def rated(self, home: int, layout: RowLayout, classes: np.ndarray) -> np.ndarray:
+        """The classes of a home's rows, uint8, of those by `layout`'s local indices there."""
+        return classes[layout.local(self.row(home, np.arange(self.sizes[home])))]
+
     @property
     def known(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Those fields of `request_loops.Homes`."""
-        return self.rows, self.local, self._starts, self._shift
-
-
-class HotLayout:
-    """The hot rows of one home, numbered 0, 1, ... in ascending order, as a planner's layout.
-
-    Its index then takes memory for these rows alone.
-    """
-
-    def __init__(self, layout: RowLayout, home: int, hot: np.ndarray) -> None:
-        """`hot`: those of all homes, int64 `[K]`, ascending."""
-        self.world_size, self.rows = layout.world_size, layout.rows
-        self.offsets = np.zeros(1, np.int64)  # they are of no table as a whole
-        self._hot = HotRows(layout, hot)
-        self._rows = hot[layout.home(hot) == home]
-
-    @property
-    def local_rows(self) -> int:
-        """Hot rows of this home; 1 where it has none."""
-        return max(1, len(self._rows))
-
-    @property
-    def most_rows(self) -> int:
-        """Hot rows of the home that has most."""
-        return max(1, *self._hot.sizes.tolist())
-
-    def local(self, rows: np.ndarray) -> np.ndarray:
-        """The number of each of `rows`, which are hot, at its home; -1 for any other."""
-        return self._hot.local[self._hot.find(rows)]
-
-    def row(self, home: int, local: np.ndarray) -> np.ndarray:
-        """The row of each number: the inverse of `local`, at this home."""
-        return self._rows[local]
-
-    def rated(self, layout: RowLayout, classes: np.ndarray) -> np.ndarray:
-        """The classes of these rows, uint8 `[local_rows]`, of those by `layout`'s local indices."""
-        found = np.zeros(self.local_rows, np.uint8)
-        found[: len(self._rows)] = classes[layout.local(self._rows)]
-        return found
+        return self.rows, self._local, self._starts, self._shift
 
 
 @dataclass(frozen=True)
@@ -264,7 +246,7 @@ def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
 def nothing(label: tuple[int, str], world: int) -> HomeDecision:
     """The decision about replicated rows where a group has none; `label`: step and kind."""
     none = np.empty(0, np.int32)
-    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1, none, none.view(np.uint8))
+    return HomeDecision(*label, none, (none,) * world, *(none,) * 5, -1, none)
 
 
 # -----------------------------------------------------------------------------
@@ -272,9 +254,6 @@ def nothing(label: tuple[int, str], world: int) -> HomeDecision:
 
 _BEFORE_ALL = -2
 """A step after which every row was named, as it were: all rows are late."""
-
-Divided = tuple[np.ndarray, list[int]]
-"""Items, and how many of each piece are among them."""
 
 
 def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) -> ShardPlan:
@@ -294,14 +273,16 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
     arrivals = None  # each row comes from its home
     if routes is not None and routes.hands_on:
         arrivals = Arrivals(routes, parts.masks, asked)
-    late, early = (
-        _transfer(going, coming, arrivals)
-        for going, coming in zip(
-            divided(own.previous, bound, sent_counts, (flat, own.slots)),
-            divided(parts.joined & ~FETCHED, bound + 1, counts),
-            strict=True,
-        )
-    )
+
+    def transfer(goes: np.ndarray, comes: np.ndarray) -> Transfer:
+        """That of the rows that are to go, and to come; bool, of all of them."""
+        sends, places = goes.nonzero()[0], comes.nonzero()[0]
+        slots, to = as_tensor(own.slots[flat[sends]]), by_piece(sends, sent_counts)
+        if arrivals is None:
+            return Transfer(slots, to, as_tensor(places), by_piece(places, counts))
+        return Transfer(slots, to, as_tensor(places), *arrivals.divide(places))
+
+    goes, comes = own.previous[flat] > bound, (parts.joined & ~FETCHED) > bound + 1
     return ShardPlan(
         distinct=parts.distinct,
         misses=parts.misses,
@@ -309,8 +290,8 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
         slots=as_tensor(own.slots),
         source_rows=as_tensor(sources),
         source_counts=tuple(len(reply) for reply in own.replies),
-        early=early if parts.early else None,
-        late=late,
+        early=transfer(~goes, ~comes) if parts.early else None,
+        late=transfer(goes, comes),
         fetch_slots=as_tensor(own.fetch_slots),
         fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
@@ -319,32 +300,10 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
     )
 
 
-def _transfer(going: Divided, coming: Divided, arrivals: Arrivals | None) -> Transfer:
-    """Slots and places, and how many of each rank and of each home."""
-    (slots, send), (places, receive) = going, coming
-    from_homes, relay = (receive, None) if arrivals is None else arrivals.divide(places)
-    return Transfer(as_tensor(slots), tuple(send), as_tensor(places), tuple(from_homes), relay)
-
-
-def divided(
-    values: np.ndarray,
-    bound: int,
-    lengths: Sequence[int],
-    items: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[Divided, Divided]:
-    """Which items have a value above `bound`, and which have not; how many of each piece.
-
-    The items, in pieces of `lengths`, are 0, 1, ... of these `values` (int32 `[n]`), or, with
-    `items` = (index int32 `[n]`, of int32 `[U]`), `of[index]` of `values[index]`.
-    """
-    above = (values if items is None else values[items[0]]) > bound
-    high, low = above.nonzero()[0], (~above).nonzero()[0]
-    counts = np.diff(np.searchsorted(high, np.cumsum(lengths)), prepend=0)
-    rest = (np.asarray(lengths, np.int64) - counts).tolist()
-    if items is not None:
-        index, of = items
-        high, low = (of[index[part]] for part in (high, low))
-    return (high, counts.tolist()), (low, rest)
+def by_piece(places: np.ndarray, lengths: Sequence[int]) -> tuple[int, ...]:
+    """How many of `places`, ascending, are in each of the pieces of `lengths` that follow one
+    another."""
+    return tuple(np.diff(np.searchsorted(places, np.cumsum(lengths)), prepend=0).tolist())
 
 
 class Arrivals:
@@ -355,7 +314,7 @@ class Arrivals:
     ) -> None:
         """`masks`: what each home told (`masks_for_all`); `asked`: the rows, by home."""
         nodes, rows, counts = routes.nodes, np.concatenate(asked), [len(part) for part in asked]
-        self._routes, self._ends = routes, np.cumsum(counts)
+        self._routes, self._counts = routes, counts
         none = [np.zeros(count, mask_type(routes.mates)) for count in counts]
         named = np.concatenate(
             [zeros if told is None else told for zeros, told in zip(none, masks, strict=True)]
@@ -365,7 +324,7 @@ class Arrivals:
         first = [
             nodes.peer(home, routes.node) - nodes.firsts[routes.node] for home in range(len(counts))
         ]
-        homes = np.searchsorted(self._ends, several, side="right")
+        homes = np.searchsorted(np.cumsum(counts), several, side="right")
         by = carriers(named[several], np.array(first)[homes], routes.mates)
         brought = by != routes.local
         self._from_mate = np.zeros(len(rows), bool)
@@ -381,12 +340,11 @@ class Arrivals:
         self._passed = own[of]
         """`[p]`: rows that this rank hands on, those `_to` the same mate together, as above."""
 
-    def divide(self, places: np.ndarray) -> tuple[list[int], Relay]:
+    def divide(self, places: np.ndarray) -> tuple[tuple[int, ...], Relay]:
         """For the rows `places` of a transfer, ascending: how many each home sends here, and the
         second leg."""
         mates, total = self._routes.mates, len(self._from_mate)
         direct = places[~self._from_mate[places]]
-        receive = np.diff(np.searchsorted(direct, self._ends), prepend=0)
         at, moves = np.full(total, -1), np.zeros(total, bool)
         at[direct], moves[places] = np.arange(len(direct)), True
         come, go = moves[self._brought], moves[self._passed]
@@ -398,7 +356,7 @@ class Arrivals:
             tuple(np.bincount(self._by[come], minlength=mates).tolist()),
             as_tensor(at[places]),
         )
-        return receive.tolist(), relay
+        return by_piece(direct, self._counts), relay
 
 
 def as_tensor(values: np.ndarray, dtype: type = np.int32) -> torch.Tensor:

@@ -145,13 +145,13 @@ def part(folder: Path, rank: int = 0, steps: int = 3, **clock: float) -> TracePa
 
 def test_times_are_microseconds_of_rank_0_s_clock(tmp_path) -> None:
     made = part(tmp_path)
-    lanes = ("copy-in", "copy-out", "movement", "planner")
+    lanes = ("movement", "planner")
     made(3, "train", [Span("fill", lane, 3, 0.0, 1.0) for lane in lanes])
     made.close()
     part(tmp_path, 1, offset_s=-7.5).close()
     collect(tmp_path, 2, {"by": "hand"}, 0.0)
     found = read(tmp_path)
-    spans = spans_of(found)  # lanes of any name have threads of their own
+    spans = spans_of(found)
     assert {lane for rank, lane in spans if rank == "rank 0"} == {*lanes, "training"}
     for rank, shift in ((0, 0.0), (1, -7.5e6)):
         events = spans[f"rank {rank}", "training"]

@@ -19,6 +19,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement, make_groups
 from distcache.engine.start import warm_blocks
 from distcache.engine.step import Flight
+from distcache.engine.tables import all_of
 from distcache.errors import ConfigError, PlanError
 from distcache.parallel.cached import CachedSettings
 
@@ -32,7 +33,7 @@ def held(flight: Flight) -> dict[int, int]:
     tensors: list[Tensor | None] = [*flight.sharded, *flight.leaves]
     tensors += [leaf.grad for leaf in flight.leaves]
     if flight.result is not None:
-        tensors += flight.result.sums.tensors()
+        tensors += all_of(flight.result.sums)
     parts = [t.untyped_storage() for t in tensors if t is not None]
     return {part.data_ptr(): part.nbytes() for part in parts if part.nbytes()}
 
