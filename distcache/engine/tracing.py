@@ -10,80 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.engine.step import WAIT, Span, Watcher
 from distcache.errors import ConfigError
-
-# -----------------------------------------------------------------------------
-# One clock for all ranks: what to add to a rank's `time.perf_counter` to have rank 0's.
-
-ROUNDS = 32
-"""Questions to rank 0; the answer that came back fastest counts."""
-
-
-@dataclass(frozen=True)
-class SharedClock:
-    """`offset_s` added to this rank's clock gives rank 0's, wrong by at most `error_s`; `start_s`:
-    rank 0's clock when it was asked for."""
-
-    start_s: float
-    offset_s: float = 0.0
-    error_s: float = 0.0
-
-    def since_start(self, at: float) -> float:
-        """Seconds from the start to `at` on this rank's clock."""
-        return at + self.offset_s - self.start_s
-
-
-def machine() -> str:
-    """What processes have in common that share a monotonic clock: the boot, and its namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return f"process {os.getpid()} of {os.uname().nodename}"  # ask, whoever it is
-
-
-def share_clock(
-    world: World, now: Callable[[], float] = time.perf_counter, here: str | None = None
-) -> SharedClock:
-    """The clock of rank 0 as this rank sees it; called by all ranks, in the main thread.
-
-    Ranks on rank 0's machine share its clock. The others ask for it over the host group and take
-    the middle of the fastest round trip, as NTP does (Mills, 1991): wrong by at most half of it,
-    and by what the two clocks drift apart later. `here`: what `machine` says.
-    """
-    told = together(world, lambda: (here or machine(), now()))
-    (first, start), (offset, error) = told[0], (0.0, 0.0)
-    for rank, (other, _) in enumerate(told):
-        if other == first:
-            continue
-        message = torch.zeros(1, dtype=torch.float64)
-        if world.is_first:
-            for _ in range(ROUNDS):
-                dist.recv(message, src=rank, group=world.host_group)
-                message[0] = now()
-                dist.send(message, dst=rank, group=world.host_group)
-        elif world.rank == rank:
-            rounds = []
-            for _ in range(ROUNDS):
-                asked = now()
-                dist.send(message, dst=0, group=world.host_group)
-                dist.recv(message, src=0, group=world.host_group)
-                heard = now()
-                rounds.append((heard - asked, float(message) - (asked + heard) / 2))
-            trip, offset = min(rounds)
-            error = trip / 2
-    return SharedClock(start, offset, error)
-
 
 # -----------------------------------------------------------------------------
 # One rank's part of a trace: its stages as lines of trace events, written as they come.
@@ -95,6 +28,13 @@ logger = logging.getLogger(__name__)
 
 LANES = ("training", "movement", "planner")
 """Lanes in the order in which they are shown."""
+
+
+ABOUT = {
+    "clock": "each machine's system clock, from the start of the trace; host time of stages",
+    "steps": "batches of the stream, evaluation included, from 0 in each process",
+}
+"""What a trace says of itself."""
 
 
 def part_of(folder: Path, rank: int, end: str) -> Path:
@@ -115,9 +55,11 @@ class TracePart:
     A file that cannot be written any more ends the trace, with a warning, not the run.
     """
 
-    def __init__(self, folder: Path, rank: int, clock: SharedClock) -> None:
-        """Begin the part in `folder`. Raises OSError where that is not possible."""
-        self.folder, self.rank, self.clock = folder, rank, clock
+    def __init__(self, folder: Path, rank: int, start_s: float) -> None:
+        """Begin the part in `folder`, whose times count from `start_s` of the system's clock, of
+        which spans have `time.perf_counter`. Raises OSError where that is not possible."""
+        self.folder, self.rank = folder, rank
+        self._before_s = time.time() - time.perf_counter() - start_s
         folder.mkdir(parents=True, exist_ok=True)
         self._file = part_of(folder, rank, "open").open("w", encoding="utf-8")
         self._broken = False
@@ -141,7 +83,7 @@ class TracePart:
             "name": f"{span.name} {span.step}",
             "cat": span.name,
             "ph": "X",
-            "ts": round(1e6 * self.clock.since_start(span.start), 3),
+            "ts": round(1e6 * (span.start + self._before_s), 3),
             "dur": round(1e6 * (span.end - span.start), 3),
             "pid": self._process,
             "tid": self._threads[span.lane],
@@ -207,23 +149,24 @@ def tracing(
     Leaves `trace.json` (or `trace.json.gz`), also after an error or a Ctrl-C. `asked`: what a user
     gave for a trace, and for its folder. Raises ConfigError where a part cannot be written.
     """
-    clock = share_clock(world)
     parts: list[TracePart] = []
 
-    def begin() -> SharedClock:
+    def begin() -> None:
         try:
-            parts.append(TracePart(folder, world.rank, clock))
+            parts.append(TracePart(folder, world.rank, start_s))
         except OSError as error:
             raise ConfigError(
                 f"{asked[0]} cannot write into {folder} ({error.strerror}): name another "
                 f"{asked[1]}, or leave the trace out"
             ) from error
-        return clock
 
-    # A part that a trace before left here would be taken for one of this trace.
-    on_first(world, lambda: remove_trace(folder))
+    def prepared() -> float:
+        remove_trace(folder)  # a part that a trace before left would be taken for one of this
+        return time.time()
+
+    start_s = on_first(world, prepared)
     try:
-        clocks = together(world, begin)
+        together(world, begin)
     except BaseException:
         for part in parts:
             part.close()
@@ -237,34 +180,13 @@ def tracing(
     finally:
         part.close()
         if world.is_first:
-            collect(folder, world.size, about(clocks), patience)
+            collect(folder, world.size, patience)
         elif patience == _FAILED_S:
             # Rank 0 may be on its way: torchrun ends it soon after this rank is gone.
             _until(lambda: not part_of(folder, world.rank, "done").exists(), patience)
 
 
-def about(clocks: Sequence[SharedClock]) -> dict[str, Any]:
-    """What the file says of itself: whose clock it is on, and how well each rank knows it."""
-    asked = {
-        f"rank {rank}": {"offset_s": clock.offset_s, "error_s": clock.error_s}
-        for rank, clock in enumerate(clocks)
-        if clock.error_s > 0
-    }
-    for rank, values in asked.items():
-        logger.info(
-            "trace: %s is on another machine, its clock %+.6f s from rank 0's, known to %.6f s",
-            rank,
-            -values["offset_s"],
-            values["error_s"],
-        )
-    return {
-        "clock": "rank 0's time.perf_counter, from the start of the trace; host time of stages",
-        "clocks_asked_over_the_network": asked,
-        "steps": "batches of the stream, evaluation included, from 0 in each process",
-    }
-
-
-def collect(folder: Path, size: int, header: dict[str, Any], patience_s: float) -> Path | None:
+def collect(folder: Path, size: int, patience_s: float) -> Path | None:
     """Join the parts of `size` ranks in `folder` into the trace, and remove them; rank 0 alone.
 
     Waits up to `patience_s` for parts that are still written, then takes what there is. None, and
@@ -283,7 +205,7 @@ def collect(folder: Path, size: int, header: dict[str, Any], patience_s: float) 
     try:
         size_bytes = sum(part.stat().st_size for part in parts)
         path = folder / ("trace.json.gz" if size_bytes > LARGE_BYTES else "trace.json")
-        join(parts, path, header)
+        join(parts, path)
         for part in parts:
             part.unlink()
     except OSError as error:
@@ -294,12 +216,12 @@ def collect(folder: Path, size: int, header: dict[str, Any], patience_s: float) 
     return path
 
 
-def join(parts: Sequence[Path], path: Path, header: dict[str, Any]) -> None:
+def join(parts: Sequence[Path], path: Path) -> None:
     """Write the events of `parts` as one JSON object, so that `path` is whole or not there."""
     partial = path.with_name(path.name + ".partial")
     packed = path.suffix == ".gz"
     with gzip.open(partial, "wt", 3) if packed else partial.open("w", encoding="utf-8") as file:
-        opening = {"displayTimeUnit": "ms", "otherData": header}
+        opening = {"displayTimeUnit": "ms", "otherData": ABOUT}
         file.write(json.dumps(opening)[:-1] + ', "traceEvents": [')
         separator = "\n"
         for part in parts:

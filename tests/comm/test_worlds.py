@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +46,6 @@ from distcache.comm.world import (
     nodes_of_names,
     open_world,
 )
-from distcache.engine.tracing import SharedClock, machine, share_clock
 from distcache.errors import ConfigError, DistcacheError, PeerError
 
 
@@ -298,34 +296,6 @@ def test_a_difference_names_every_value_and_its_ranks() -> None:
         "seed is 0 on ranks 0-4 and 7 on rank 5",
     ]
     assert differences([same, dict(same)]) == differences([]) == []
-
-
-WRONG_S = (0.0, 5_000.25, -123.5, 77.0)
-
-
-def shared(rank: int, size: int, machines: list[str]) -> tuple[SharedClock, float, float, str]:
-    """The clock of this rank, a moment that all ranks share, on its own and on rank 0's, and the
-    machine that it is on."""
-    world = open_world("cpu", "gloo", 60)
-    clock = share_clock(world, lambda: time.perf_counter() + WRONG_S[rank], machines[rank])
-    true = time.perf_counter()
-    close_world(world)
-    return clock, true + WRONG_S[rank], true + WRONG_S[0], machine()
-
-
-def test_the_offset_is_wrong_by_at_most_what_it_says() -> None:
-    """A rank that says that it is where rank 0 is gets rank 0's clock as it is, unasked."""
-    found = run_ranks(shared, 4, ["here", "there", "far", "here"])
-    asked = [False, True, True, False]
-    for (clock, mine, first, name), wrong, is_asked in zip(found, WRONG_S, asked, strict=True):
-        assert (clock.error_s > 0) == is_asked and clock.error_s < 1.0
-        assert name == machine()
-        if not is_asked:
-            assert clock.offset_s == 0.0
-            continue
-        assert abs(clock.offset_s + wrong) <= clock.error_s + 1e-9
-        assert abs(clock.since_start(mine) - (first - clock.start_s)) <= clock.error_s + 1e-9
-    assert len({clock.start_s for clock, *_ in found}) == 1
 
 
 def test_formulas() -> None:
