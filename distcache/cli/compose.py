@@ -220,10 +220,10 @@ def to_config(text: str) -> Config:
     return as_words(config)
 
 
-def checked_config(text: str, place: Place) -> Config:
+def checked_config(text: str) -> Config:
     """The typed tree, every value checked; warnings are logged. Raises ConfigError."""
     config = to_config(text)
-    for warning in check(config, place.world_size):
+    for warning in check(config):
         log.warning(warning)
     return config
 
