@@ -27,7 +27,6 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import compose_setting
 from benchmarks.turns import RATIO_COLUMNS, ratio_record, shown, spread, take_turns
 from distcache.comm.link import on_first, together
-from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY
 from distcache.parallel.base import Parallel
@@ -59,7 +58,7 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
     own = [f"data.table_rows={rows}", f"model.embedding_dim={options.width}", "cache.ratio=0.02"]
     own += [f"model.dense_arch=[512,256,{options.width}]", "optim=adagrad", "trainer.resume=never"]
     own += [f"data.global_batch_size={options.batch}", f"trainer.threads={options.threads}"]
-    config = compose_setting("small", [*own, *overrides], find_place())
+    config = compose_setting("small", [*own, *overrides])
     with opened_world("cpu") as world:
         source = build.build_source(config)
         tables = build.build_tables(config, source)

@@ -39,7 +39,6 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.stream import BatchBank, Contender, Feed, Turns
 from benchmarks.turns import RATIOS, shown
-from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
@@ -210,7 +209,6 @@ def compose(options: DropInOptions, zipf: float) -> Config:
             f"data.zipf={zipf}",
             "trainer.device=cpu",
         ),
-        find_place(),
     )
 
 

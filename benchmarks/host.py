@@ -31,7 +31,6 @@ from benchmarks.turns import shown, spread, take_turns
 from distcache.cli.compose import read_line
 from distcache.cli.host_times import PLANNER, measure_host, time_planner
 from distcache.cli.plan_run import Options, parse_request
-from distcache.comm.rendezvous import find_place
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
@@ -86,7 +85,7 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     layers = f"model.dense_arch=[32,32,16,{options.width}]", "model.over_arch=[32,16,1]"
     layers += (f"model.embedding_dim={options.width}",)
     ahead = "cache.lookahead=16", "cache.prefetch=1", f"cache.ratio={options.ratio}"
-    config = compose_setting(options.size, (*layers, *ahead, *overrides), find_place())
+    config = compose_setting(options.size, (*layers, *ahead, *overrides))
     rows = list(config.data.table_rows)
     records: list[Record] = []
     for about in runs_of(options):

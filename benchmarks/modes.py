@@ -167,7 +167,7 @@ class Pipelined(Contender):
         for group in dmp.fused_optimizer.param_groups:
             group["lr"] = rows_lr
         dmp.fused_optimizer.step()  # updates no row: it hands the rate to the kernels
-        dense = dense_optimizer(model.parameters(), spec.optimizer.rows(), dense_lr)
+        dense = dense_optimizer(model.parameters(), spec.optimizer, dense_lr)
         self._world, self._feed, self._size = world, feed, spec.local_batch_size
         self._ready: deque[PipelinedBatch] = deque()
         self._pace, self._batches = Pace(world.device), self._given()

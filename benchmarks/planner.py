@@ -129,7 +129,7 @@ def measure(options: PlannerOptions, overrides: tuple[str, ...]) -> list[Record]
     """All records of the report; called by every rank."""
     place = find_place()
     sizes = (f"data.global_batch_size={options.batch}", *overrides)
-    config = compose_setting(options.size, sizes, place)
+    config = compose_setting(options.size, sizes)
     if options.against:
         return measure_against(options, config, overrides)
     if not 0 < options.share < 1:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hydra.errors import HydraException, MissingConfigException
 
 from distcache.cli.compose import checked_config, compose_overrides
-from distcache.comm.rendezvous import Place
 from distcache.config.tree import Config
 from distcache.data.criteo_folder import TERABYTE_ROWS
 from distcache.errors import ConfigError
@@ -37,11 +36,11 @@ SIZES = {
 MLPerf's DLRM-DCNv2, those above 40,000 rows divided by 64."""
 
 
-def compose_setting(size: str, overrides: Sequence[str], place: Place) -> Config:
+def compose_setting(size: str, overrides: Sequence[str]) -> Config:
     """The checked configuration of a size; later overrides win. Raises ConfigError."""
     whole = ("experiment=quickstart", "cache.lookahead=8", "cache.prefetch=1", *SIZES[size])
     try:
         text = compose_overrides([*whole, *overrides])
     except (HydraException, MissingConfigException) as error:
         raise ConfigError(str(error).strip().replace("\n", " ")) from error
-    return checked_config(text, place)
+    return checked_config(text)

@@ -30,7 +30,6 @@ from benchmarks.setting import SIZES, compose_setting
 from benchmarks.stream import BatchBank, Contender, Turns
 from benchmarks.turns import RATIOS, shown
 from benchmarks.yardsticks import UVM, YARDSTICKS, FbgemmTables, TorchTables, who_stands_in
-from distcache.comm.rendezvous import Place, find_place
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.errors import ConfigError
@@ -83,7 +82,7 @@ class StepOptions:
         return self.widths[0]
 
 
-def compose(options: StepOptions, overrides: Sequence[str], place: Place) -> Config:
+def compose(options: StepOptions, overrides: Sequence[str]) -> Config:
     """The configuration of the options; `overrides` (keys with a dot) win."""
     return compose_setting(
         options.size,
@@ -96,7 +95,6 @@ def compose(options: StepOptions, overrides: Sequence[str], place: Place) -> Con
             f"trainer.device={options.device}",
             *overrides,
         ),
-        place,
     )
 
 
@@ -105,7 +103,7 @@ def measure(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
     if options.warmup_most < options.warmup:
         raise ConfigError(f"warmup_most={options.warmup_most} is less than warmup={options.warmup}")
     if options.against:
-        return against.measure(options, compose(options, overrides, find_place()), overrides)
+        return against.measure(options, compose(options, overrides), overrides)
     records = []
     for width in options.widths:
         found = turns_of(replace(options, widths=(width,)), overrides)
@@ -122,7 +120,7 @@ def measure(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
 
 def turns_of(options: StepOptions, overrides: tuple[str, ...]) -> list[Record]:
     """The records of one width."""
-    config = compose(options, overrides, find_place())
+    config = compose(options, overrides)
     trainer, only_tables = config.trainer, options.model == "embeddings"
     with opened_world(trainer.device, trainer.backend, trainer.timeout_s) as world:
         contenders, bank = build_contenders(options.modes, config, world, only_tables)

@@ -104,9 +104,9 @@ class Yardstick(ABC, Contender):
         self._feed = feed
         self._ready: deque[tuple[int, list[Tensor]]] = deque()
         self._pace = Pace(world.device)
-        self.optim = build.optimizer_spec(config)
+        self.optim: Any = build.optimizer_spec(config)
         dense_lr, self.lr = build.build_rates(config)(0)
-        self._optimizer = dense_optimizer(self.dense.parameters(), self.optim.rows(), dense_lr)
+        self._optimizer = dense_optimizer(self.dense.parameters(), self.optim, dense_lr)
 
     def form(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Ids int64 `[n]` in this library's numbers and offsets int64 `[F b + 1]`, feature-major,
@@ -216,15 +216,16 @@ class FbgemmTables(Yardstick):
         self._stream = torch.cuda.Stream(self.device) if prefetch else None
         self._next: tuple[Tensor, Tensor] | None = None
         settings = uvm_settings(config, prefetch) if name in UVM else {}
+        beta1, beta2 = config.optim.betas
         self.bags = fbgemm_tables(
             [(table.rows, table.dim) for table in self.tables],
             self.optim.name,
             self.device,
             "MANAGED_CACHING" if name in UVM else "DEVICE",
             learning_rate=self.lr,
-            eps=self.optim.eps,
-            beta1=self.optim.betas[0],
-            beta2=self.optim.betas[1],
+            eps=config.optim.eps,
+            beta1=beta1,
+            beta2=beta2,
             **settings,
         )
         self.initialise(self.bags.split_embedding_weights())

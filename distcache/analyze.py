@@ -46,7 +46,6 @@ from distcache.cli.run import (
     tidy,
     write_report,
 )
-from distcache.comm.rendezvous import Place
 from distcache.data.files import write_json
 from distcache.popularity.curve import TOP_SHARES, TableProfile
 from distcache.popularity.statistics import write_statistics
@@ -72,7 +71,7 @@ def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     if not any(word.startswith("cache.statistics=") for word in overrides):
         # Where statistics are not given, they are those that are counted now.
         overrides = (*overrides, override("cache.statistics", output))
-    config = checked_config(compose_overrides(overrides), Place())
+    config = checked_config(compose_overrides(overrides))
     if config.cache.statistics != str(output):
         log.warning(
             "cache.statistics=%s is not read here: what is predicted starts from an empty cache, "

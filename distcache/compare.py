@@ -25,7 +25,6 @@ import numpy as np
 
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
 from distcache.cli.run import Table, draw, machine_text, output_folder, run_job, tidy, train_command
-from distcache.comm.rendezvous import Place
 from distcache.config import option, rules_of
 from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config
@@ -133,7 +132,6 @@ def check_line(line: Line[CompareConfig]) -> None:
 def prepare(line: Line[CompareConfig]) -> list[Job]:
     """Compose and check every mode's configuration; ConfigError if all are refused."""
     own = line.values
-    place = Place(world_size=own.world_size)
     jobs, errors = [], []
     for mode in own.modes:
         arguments = []
@@ -145,7 +143,7 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
         if "run.save" not in line.given:
             arguments.append("run.save=false")
         try:
-            steps = checked_config(compose_overrides(arguments), place).trainer.steps
+            steps = checked_config(compose_overrides(arguments)).trainer.steps
             if steps is not None and "trainer.log_every" not in line.given:
                 arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
             jobs.append(Job(mode, tuple(arguments)))
@@ -221,15 +219,12 @@ class ModeRun:
 
     def window_ms(self) -> list[float]:
         """Step time of each logged window, ms, without the first steps."""
-        batch, first = self.number("global_batch_size"), self.number("first_step") or 0
-        rated = [line for line in self.metrics if line.get("samples_per_second")]
+        first = self.number("first_step") or 0
+        timed = [line for line in self.metrics if line.get("step_ms")]
         # A window reaches back to the line before it.
-        starts = [first, *(line["step"] for line in rated)]
-        return [
-            1000 * batch / line["samples_per_second"]
-            for start, line in zip(starts, rated, strict=False)
-            if batch and start >= first + WARM_UP_STEPS
-        ]
+        starts = [first, *(line["step"] for line in timed)]
+        pairs = zip(starts, timed, strict=False)
+        return [line["step_ms"] for start, line in pairs if start >= first + WARM_UP_STEPS]
 
 
 @dataclass(frozen=True)
@@ -284,11 +279,10 @@ def spread(runs: Sequence[ModeRun]) -> Spread | None:
     middle = statistics.median(medians)
     if len(medians) > 1:
         return Spread(middle, min(medians), max(medians), f"{len(medians)} runs", len(medians))
-    windows = sorted(runs[0].window_ms())
+    windows = runs[0].window_ms()
     if len(windows) < 5:
         return None
-    cut = len(windows) // 10
-    low, high = windows[cut], windows[-1 - cut]
+    low, high = np.percentile(windows, (10, 90)).tolist()
     return Spread(middle, min(low, middle), max(high, middle), f"{len(windows)} windows of one run")
 
 
@@ -486,8 +480,7 @@ def relation_lines(modes: dict[str, list[ModeRun]]) -> list[tuple[str, ...]]:
 def notes(modes: dict[str, list[ModeRun]], runs: Sequence[ModeRun]) -> list[str]:
     """Sentences under the table: what is noise, by which measure, and which modes failed."""
     base = next(iter(modes))
-    chosen = {str(run.summary.get("placement") or "") for run in modes.get("auto", ())} - {""}
-    found = [f"auto is {' and '.join(sorted(chosen))}"] if chosen else []
+    found = []
     for mode in modes:
         if mode != base:
             one, other = spread(modes[base]), spread(modes[mode])

@@ -69,10 +69,6 @@ def launch(
         return composed.exit_code if composed.text is None else go(composed.text, place, store)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of stdout went away (`--help | head`); what is left in the buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
         return report(error, place, store)
 
@@ -91,7 +87,7 @@ def agree(
     try:
         composed = (compose or compose_command_line)(place)
         if composed.text is not None:
-            checked_config(composed.text, place)
+            checked_config(composed.text)
             if compose is None:  # what goes on after a restart is training
                 composed = Composed(of_this_generation(composed.text))
         agreed = composed

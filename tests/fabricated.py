@@ -43,6 +43,7 @@ def write_run(folder: Path, values: dict, scatter: float = 0.03, drift: float = 
             window *= 10  # the first steps are slow
         rate = values["global_batch_size"] / window * 1000
         loss = (0.4 + 0.3 * 0.99**step) * (1 + drift)
-        lines.append({"step": step, "loss": loss, "samples_per_second": rate})
+        line = {"step": step, "loss": loss, "samples_per_second": rate, "step_ms": window}
+        lines.append(line)
     lines.append({"step": values["steps"], "eval_auc": 0.7})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

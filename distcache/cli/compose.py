@@ -139,7 +139,8 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     values = OmegaConf.to_object(configs[0])
     own, overrides = keys.own_keys(schema), get_args_parser().parse_args(typed).overrides
     theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
-    return Line(values, frozenset(given_keys(typed)), tuple(theirs))  # type: ignore[arg-type]
+    given = {one.key_or_group for one in OverridesParser.create().parse_overrides(overrides)}
+    return Line(values, frozenset(given), tuple(theirs))  # type: ignore[arg-type]
 
 
 def run_command(
@@ -220,10 +221,10 @@ def to_config(text: str) -> Config:
     return as_words(config)
 
 
-def checked_config(text: str, place: Place) -> Config:
+def checked_config(text: str) -> Config:
     """The typed tree, every value checked; warnings are logged. Raises ConfigError."""
     config = to_config(text)
-    for warning in check(config, place.world_size):
+    for warning in check(config):
         log.warning(warning)
     return config
 
@@ -238,13 +239,6 @@ def override(key: str, value: object) -> str:
     """A Hydra override whose value is taken as it is, whatever signs it holds."""
     text = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{text}'"
-
-
-def given_keys(arguments: Sequence[str]) -> set[str]:
-    """The keys that a command line, which has been composed, sets itself."""
-    overrides = get_args_parser().parse_args(list(arguments)).overrides
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    return {given.key_or_group for given in parsed}
 
 
 def _run_sweep_job(config: DictConfig) -> int:

@@ -183,16 +183,12 @@ def commit(checkout: Path) -> dict[str, Any] | None:
         return None
 
     how = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    command = ["git", "-C", str(checkout), *how]
     try:
-        said = subprocess.run(
-            ["git", "-C", str(checkout), *how],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    said = done.stdout.strip()
     return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
 
 

@@ -345,11 +345,11 @@ def _placement(cache: CacheConfig) -> Refusals:
     }
 
 
-def check(config: Config, world_size: int) -> list[str]:
-    """Check every value for a job of `world_size` ranks.
+def check(config: Config) -> list[str]:
+    """Check every value of a job; warnings, one sentence each.
 
-    Returns warnings, one sentence each. Raises ConfigError for the first wrong value. Reads the
-    file system, looks for a GPU, and imports torchrec for `hybrid` only.
+    Raises ConfigError for the first wrong value. Reads the file system, looks for a GPU, and
+    imports torchrec, for `hybrid` only.
     """
     check_values(config)
     data = config.data
@@ -366,7 +366,8 @@ def check(config: Config, world_size: int) -> list[str]:
     refuse(_trainer(config))
     level = config.trainer.log_level.upper()
     one_of("trainer.log_level", level, tuple(logging.getLevelNamesMapping()))
-    return _warnings(config, world_size, _check_parts(config))
+    _check_parts(config)
+    return _warnings(config)
 
 
 def check_own(config: Config) -> None:
@@ -375,22 +376,16 @@ def check_own(config: Config) -> None:
     _check_parts(config)
 
 
-def _check_parts(config: Config) -> str:
-    """What does not depend on whose the data and the model are; the device type of this run, `cpu`
-    or `cuda`."""
-    import torch
-
+def _check_parts(config: Config) -> None:
+    """What does not depend on whose the data and the model are."""
     refuse(_batching(config))
     check_cache(config.cache)
     refuse(_optim(config.optim))
     cadence(config.trainer.checkpoint_every)
     refuse(_precision_and_start(config.trainer))
-    gpus = config.trainer.device != "cpu" and torch.cuda.device_count()
-    device = "cuda" if gpus else "cpu"
     if config.parallel.mode == "hybrid":
-        refuse(_hybrid(config, device))
+        refuse(_hybrid(config))
         require_hybrid()
-    return device
 
 
 def _model(model: ModelConfig, data: DataConfig) -> Refusals:
@@ -458,12 +453,14 @@ def _precision_and_start(trainer: TrainerConfig) -> Refusals:
     }
 
 
-def _hybrid(config: Config, device: str) -> Refusals:
+def _hybrid(config: Config) -> Refusals:
+    import torch
+
     dims, key = config.model.table_dims, "model.table_dims"
     if dims is None:
         dims, key = [config.model.embedding_dim], "model.embedding_dim"
     optim, has = config.optim, ("sgd", "adagrad", "rowwise_adagrad", "adam")
-    on_cpu = optim.name == "adam" and device == "cpu"
+    on_cpu = config.trainer.device == "cpu" or not torch.cuda.device_count()
     return {
         **{
             f"{key}: width {dim} is not a multiple of 4, which fbgemm's kernels need: use "
@@ -473,7 +470,7 @@ def _hybrid(config: Config, device: str) -> Refusals:
         "trainer.dtype=float64: fbgemm's fused optimizers are float32 only: use "
         "trainer.dtype=float32, or parallel=data": config.trainer.dtype == "float64",
         "optim=adam: fbgemm has no Adam on the CPU: use optim=sgd, adagrad or rowwise_adagrad, a "
-        "GPU, or parallel=data": on_cpu,
+        "GPU, or parallel=data": optim.name == "adam" and on_cpu,
         f"optim={optim.name}: parallel=hybrid has {', '.join(has)} of fbgemm's optimizers: use one "
         "of these, or parallel=data": optim.name not in has,
         f"optim.weight_decay={optim.weight_decay}: fbgemm's sgd and adagrad, and on the CPU its "
@@ -483,22 +480,17 @@ def _hybrid(config: Config, device: str) -> Refusals:
     }
 
 
-def _warnings(config: Config, world_size: int, device: str) -> list[str]:
-    data, cache, mode = config.data, config.cache, config.parallel.mode
-    total, kind = sum(data.table_rows), config.parallel.sharding
+def _warnings(config: Config) -> list[str]:
+    cache, mode, total = config.cache, config.parallel.mode, sum(config.data.table_rows)
+    kind = config.parallel.sharding
     by_column = config.optim.name == "rowwise_adagrad" and kind in ("column_wise", "auto")
     found = {
         f"cache.rows={cache.rows} is capped: the tables have {total} rows": (
             mode == "data" and cache.rows is not None and 0 < total < cache.rows
         ),
-        f"data.global_batch_size={data.global_batch_size} leaves some of {world_size} ranks "
-        "without a sample": data.global_batch_size < world_size,
         f"trainer.checkpoint_every={config.trainer.checkpoint_every}: run.save=false keeps no "
         "checkpoints but that of a stop; set run.save=true": not config.run.save
         and config.trainer.checkpoint_every != TrainerConfig().checkpoint_every,
-        "trainer.tf32=true does nothing on the CPU, which has no TF32": (
-            config.trainer.tf32 and device == "cpu"
-        ),
         f"parallel.sharding={kind}: column-wise shards keep row states of their own, so "
         "rowwise_adagrad may differ from the other modes": mode == "hybrid" and by_column,
     }

@@ -22,7 +22,6 @@ from benchmarks.report import Bench, Column, Section, pivoted, run_bench, tables
 from benchmarks.setting import compose_setting
 from benchmarks.turns import medians, ratio_record, shown, shown_range, spread, take_turns
 from distcache import ops
-from distcache.comm.rendezvous import Place
 from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.errors import ConfigError
 from distcache.ops import reference
@@ -111,13 +110,13 @@ def test_help_shows_what_the_module_says(capsys) -> None:
 
 
 def test_sizes_are_settings_of_the_package() -> None:
-    kaggle = compose_setting("kaggle", (), Place())
+    kaggle = compose_setting("kaggle", ())
     assert (sum(kaggle.data.table_rows), len(kaggle.data.table_rows)) == (33_762_577, 26)
-    terabyte = compose_setting("terabyte", (), Place())
+    terabyte = compose_setting("terabyte", ())
     assert sum(terabyte.data.table_rows) == 204_184_588
-    dcnv2 = compose_setting("dcnv2", (), Place())
+    dcnv2 = compose_setting("dcnv2", ())
     assert max(dcnv2.data.table_rows) == 625_000 and sum(dcnv2.data.bag_size) == 214
-    small = compose_setting("small", ("cache.lookahead=3", "optim=adam"), Place())
+    small = compose_setting("small", ("cache.lookahead=3", "optim=adam"))
     assert (small.cache.lookahead, small.optim.name) == (3, "adam")
 
 

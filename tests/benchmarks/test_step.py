@@ -27,7 +27,6 @@ from benchmarks.ranks import run_ranks as links_ranks
 from benchmarks.setting import compose_setting
 from benchmarks.step import main
 from benchmarks.stream import BatchBank
-from distcache.comm.rendezvous import Place
 from distcache.errors import ConfigError
 from distcache.trainer.build import build_source
 from distcache.versions import fbgemm_here
@@ -168,14 +167,14 @@ def test_two_ranks(tmp_path):
 def test_fbgemms_cache_takes_what_it_is_told():
     training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     known = inspect.signature(training.SplitTableBatchedEmbeddingBagsCodegen).parameters
-    config = compose_setting("small", ("cache.ratio=0.25",), Place())
+    config = compose_setting("small", ("cache.ratio=0.25",))
     told = yardsticks.uvm_settings(config, prefetch=True)
     assert told["cache_load_factor"] == 0.25 and told["uvm_host_mapped"]
     assert told.keys() <= known.keys()
 
 
 def test_yardsticks_are_of_one_rank_and_bags_stand_in_for_fbgemms_kernels(monkeypatch):
-    config = compose_setting("small", (), Place())
+    config = compose_setting("small", ())
     with pytest.raises(ConfigError, match="one rank"):
         two = SimpleNamespace(size=2, device=torch.device("cpu"))
         yardsticks.who_stands_in("fused", config, two)
@@ -187,7 +186,7 @@ def test_yardsticks_are_of_one_rank_and_bags_stand_in_for_fbgemms_kernels(monkey
 
 
 def test_a_bank_hands_every_feed_the_same_batches_and_drops_what_all_have_read():
-    source = build_source(compose_setting("small", ("data.global_batch_size=8",), Place()))
+    source = build_source(compose_setting("small", ("data.global_batch_size=8",)))
     bank = BatchBank(source, 0, 1)
     first, second = bank.feed(), bank.feed()
     bank.fill(3)

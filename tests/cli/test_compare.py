@@ -180,15 +180,6 @@ def test_the_table(tmp_path):
     assert cells(markdown([runs[0], bare]), "bits of losses")[1] == "same / -"
 
 
-def test_what_auto_is_stands_below_the_table(tmp_path):
-    runs = [run_of(tmp_path, "data"), run_of(tmp_path, "auto", placement="sharded")]
-    assert "\n* auto is sharded\n" in markdown(runs)
-    again = run_of(tmp_path, "auto", "auto-2", placement="replicated")
-    assert "\n* auto is replicated and sharded\n" in markdown([*runs, again])
-    alone = run_of(tmp_path, "auto", "auto-3", placement=None)
-    assert "auto is" not in markdown([runs[0], alone])
-
-
 def test_the_spread_of_windows_leaves_the_first_steps_out(tmp_path):
     found = spread([run_of(tmp_path, "data", scatter=0.05)])
     assert 11.4 <= found.low < found.median == 12.0 < found.high <= 12.6

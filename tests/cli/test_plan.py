@@ -18,7 +18,6 @@ from distcache.analyze import main as analyze
 from distcache.cli.compose import checked_config, compose_overrides, read_line
 from distcache.cli.plan_run import Options, Request, default_parameters, make_plan
 from distcache.cli.plan_run import parse_request as parse_line
-from distcache.comm.rendezvous import Place
 from distcache.comm.world import close_world
 from distcache.cost.cluster import HOST, PRESETS, Cluster, read_cluster
 from distcache.cost.traffic import CACHED, HYBRID
@@ -72,7 +71,7 @@ def test_training_takes_the_overrides(tmp_path: Path) -> None:
     run(tmp_path, *SMALL, "objective=bytes")
     lines = (tmp_path / "overrides.txt").read_text().splitlines()
     assert "cache.placement=sharded" in lines and "cache.ratio=0.2" in lines
-    config = checked_config(compose_overrides(lines), Place())
+    config = checked_config(compose_overrides(lines))
     assert config.cache.placement == "sharded" and config.cache.ratio == 0.2
     small = "data.table_rows=[20000,3000,40] data.global_batch_size=64 trainer.steps=3"
     more = f"trainer.eval_steps=0 run.dir={tmp_path}/run run.save=false"
@@ -89,7 +88,7 @@ def test_every_choice_is_a_configuration(placement: str) -> None:
     plan = make_plan(request)
     best = plan.here.of(placement)
     plan = replace(plan, here=replace(plan.here, best=best))
-    config = checked_config(compose_overrides(command.overrides_of(plan)), Place())
+    config = checked_config(compose_overrides(command.overrides_of(plan)))
     if placement in CACHED:
         assert (config.parallel.mode, config.cache.placement) == ("data", placement)
         assert config.cache.state == "home"

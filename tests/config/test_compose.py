@@ -32,7 +32,7 @@ def options(group: str) -> list[str]:
 
 
 def compose(*overrides: str) -> Config:
-    return checked_config(compose_overrides(overrides), Place(0, 2, 0, 2))
+    return checked_config(compose_overrides(overrides))
 
 
 def composed(monkeypatch, *words: str) -> Composed:

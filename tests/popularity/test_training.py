@@ -89,7 +89,7 @@ def several(rank: int, size: int, folders: dict[str, str], home: str) -> dict[st
     found = {}
     for name, words in runs.items():
         config = config_of("run.save=true", *words)
-        check(config, size)
+        check(config)
         folder = Path(home) / name
         folder.mkdir(parents=True, exist_ok=True)
         found[name] = train(config, world, folder).summary
