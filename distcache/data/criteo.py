@@ -107,7 +107,15 @@ class CriteoBatches(SlicedSource):
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""
-        return self._jagged(self.values("ids", samples))
+        columns = self.values("ids", samples).T.astype(np.int64, order="C")
+        if self._bag_sizes is None:
+            values = torch.from_numpy(columns.ravel())
+            return JaggedIds(self.features, values, torch.arange(len(values) + 1))
+        tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
+        parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
+        lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(samples))
+        values = torch.from_numpy(np.concatenate(parts))
+        return JaggedIds.of_lengths(self.features, values, lengths, None)
 
     def order_of(self, chosen: Subset, which: int) -> SampleOrder | BlockOrder:
         """See `SlicedSource.order_of`: neighbours among `chosen` stay near each other."""
@@ -118,18 +126,6 @@ class CriteoBatches(SlicedSource):
         if not self.spec.shuffle or not samples:
             return SampleOrder(samples, seed, shuffle=False)
         return BlockOrder(samples, seed, self.spec.shuffle_block)
-
-    def _jagged(self, ids: np.ndarray) -> JaggedIds:
-        """Bags of all features from ids `[b, 26]`."""
-        columns = ids.T.astype(np.int64, order="C")
-        if self._bag_sizes is None:
-            values = torch.from_numpy(columns.ravel())
-            return JaggedIds(self.features, values, torch.arange(len(values) + 1))
-        tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
-        parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
-        lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(ids))
-        values = torch.from_numpy(np.concatenate(parts))
-        return JaggedIds.of_lengths(self.features, values, lengths, None)
 
 
 class CriteoArrays(CriteoBatches):

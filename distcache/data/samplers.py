@@ -11,7 +11,7 @@ Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -161,9 +161,16 @@ class BlockOrder:
         if self._all is not None:
             return self._all.positions(epoch, start, stop)
         shift = key_of(self.seed, 2, epoch) % self.samples
-        pools = range(start // self._pool, -(-stop // self._pool))
-        parts = [self._in_pool(epoch, pool, start, stop) for pool in pools]
-        samples = np.concatenate([np.empty(0, np.int64), *parts]) + shift
+        whole, parts = self.samples // self.block, [np.empty(0, np.int64)]
+        for pool in range(start // self._pool, -(-stop // self._pool)):
+            begin = pool * self._pool
+            end = min(begin + self._pool, self.samples)
+            inner = SampleOrder(end - begin, key_of(self.seed, 3, pool))
+            places = inner.positions(epoch, max(start, begin) - begin, min(stop, end) - begin)
+            low, high = pool * POOL_BLOCKS, min((pool + 1) * POOL_BLOCKS, whole)
+            blocks = np.append(self._blocks.positions(epoch, low, high), whole)  # the ragged one
+            parts.append(blocks[places // self.block] * self.block + places % self.block)
+        samples = np.concatenate(parts) + shift
         return np.where(samples >= self.samples, samples - self.samples, samples)
 
     @property
@@ -189,17 +196,6 @@ class BlockOrder:
                 found.append((0, stop - self.samples))
         return found
 
-    def _in_pool(self, epoch: int, pool: int, start: int, stop: int) -> np.ndarray:
-        """Samples at the positions in [start, stop) that lie in one pool."""
-        begin = pool * self._pool
-        end = min(begin + self._pool, self.samples)
-        inner = SampleOrder(end - begin, key_of(self.seed, 3, pool))
-        places = inner.positions(epoch, max(start, begin) - begin, min(stop, end) - begin)
-        whole = self.samples // self.block
-        low, high = pool * POOL_BLOCKS, min((pool + 1) * POOL_BLOCKS, whole)
-        blocks = np.append(self._blocks.positions(epoch, low, high), whole)  # then the ragged one
-        return blocks[places // self.block] * self.block + places % self.block
-
 
 class RowGroupOrder:
     """An order of samples in blocks, such as row groups of files.
@@ -215,7 +211,6 @@ class RowGroupOrder:
         self.sizes = np.asarray(sizes, dtype=np.int64)
         self.edges = np.concatenate(([0], np.cumsum(self.sizes)))
         self.samples = int(self.edges[-1])
-        self.one_window = self.samples <= window
         self._seed, self._window = seed, window
         self._all = SampleOrder(self.samples, key_of(seed, 0), shuffle=window > 0)
         self._epoch = lru_cache(2)(partial(_blocks_of, self.sizes, seed, window))
@@ -230,28 +225,21 @@ class RowGroupOrder:
 
         The positions must be those of one whole batch: ranks take slices of the result.
         """
-        if self.one_window or self._window == 0:
+        if self._window == 0 or self.samples <= self._window:
             return self._all.positions(epoch, start, stop)
-        parts = list(self._window_places(epoch, start, stop))
-        at = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        order, starts, _ = self._epoch(epoch)
+        order, starts, windows = self._epoch(epoch)
+        edges, parts = starts[windows], [np.empty(0, dtype=np.int64)]
+        first = int(np.searchsorted(edges, start, side="right")) - 1
+        for window in range(first, int(np.searchsorted(edges, stop))):
+            low, high = int(edges[window]), int(edges[window + 1])
+            shuffle = SampleOrder(high - low, key_of(self._seed, 1, window))
+            inside = shuffle.positions(epoch, max(start, low) - low, min(stop, high) - low)
+            parts.append(inside + low)
+        at = np.concatenate(parts)
         places = np.searchsorted(starts, at, side="right") - 1
         sorted_ = np.argsort(places, kind="stable")
         at, places = at[sorted_], places[sorted_]
         return self.edges[order[places]] + at - starts[places]
-
-    def _window_places(self, epoch: int, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Shuffled positions in the epoch's order of blocks, window by window."""
-        _, starts, windows = self._epoch(epoch)
-        edges = starts[windows]
-        first = int(np.searchsorted(edges, start, side="right")) - 1
-        for window in range(first, len(edges) - 1):
-            low, high = int(edges[window]), int(edges[window + 1])
-            if low >= stop:
-                return
-            shuffle = SampleOrder(high - low, key_of(self._seed, 1, window))
-            inside = shuffle.positions(epoch, max(start, low) - low, min(stop, high) - low)
-            yield inside + low
 
 
 def _blocks_of(
