@@ -338,7 +338,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], atol: float =
 
 def written_back(tables: CollectionTables) -> int:
     """Rows that have left the cache changed."""
-    return sum(rows.counts.rows_written_back for rows in tables.rows)
+    return sum(rows.counts.rows_written_back for rows in tables.engine.rows)
 
 
 def job(work):

@@ -3,25 +3,14 @@
 import contextlib
 import importlib
 
-from distcache.embedding.jagged import (
-    CachedEmbeddingBagCollection,
-    CachedEmbeddingCollection,
-)
-from distcache.embedding.optimizer import RowOptimizer, RowsAndDense, clip_grad_norm_
-from distcache.embedding.plain import CachedEmbedding, CachedEmbeddingBag
-from distcache.embedding.stream import Lookahead, lookahead
+from distcache.embedding.jagged import CachedEmbeddingBagCollection as CachedEmbeddingBagCollection
+from distcache.embedding.jagged import CachedEmbeddingCollection as CachedEmbeddingCollection
+from distcache.embedding.optimizer import RowOptimizer as RowOptimizer
+from distcache.embedding.optimizer import RowsAndDense as RowsAndDense
+from distcache.embedding.optimizer import clip_grad_norm_ as clip_grad_norm_
+from distcache.embedding.plain import CachedEmbedding as CachedEmbedding
+from distcache.embedding.plain import CachedEmbeddingBag as CachedEmbeddingBag
+from distcache.embedding.stream import lookahead as lookahead
 
 with contextlib.suppress(ImportError, OSError, AttributeError):  # no TorchRec, or an older one
     importlib.import_module("distcache.embedding.collisions")
-
-__all__ = [
-    "CachedEmbedding",
-    "CachedEmbeddingBag",
-    "CachedEmbeddingBagCollection",
-    "CachedEmbeddingCollection",
-    "Lookahead",
-    "RowOptimizer",
-    "RowsAndDense",
-    "clip_grad_norm_",
-    "lookahead",
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.fx
 from torch import Tensor, nn
 
 from distcache.comm.link import agree_on, on_first, together
-from distcache.embedding.copies import Copied
 from distcache.embedding.ids import IdReader, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
@@ -30,20 +31,12 @@ from distcache.embedding.settings import (
     concrete_device,
 )
 from distcache.embedding.step import CollectionTables
-from distcache.embedding.theirs import (
-    BaseEmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from distcache.embedding.theirs import KeyedJaggedTensor
 from distcache.embedding.weights import TableView
 from distcache.engine.tracing import tracing
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.optim import by_table
-from distcache.store.table_files import (
-    Stored,
-    find_weights,
-    read_safetensors,
-    write_tables,
-)
+from distcache.store.table_files import Stored, find_weights, read_safetensors, write_tables
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Epoch
@@ -54,17 +47,18 @@ log = logging.getLogger(__name__)
 # What the drop-in collections have in common: all but what comes out of a lookup.
 
 
-class CachedCollection(Copied):
+class CachedCollection(nn.Module):
     """Tables in host memory, a cache of rows on the device, behind one of TorchRec's interfaces.
 
     A collection says under which name its tables are in a `state_dict`, and forms the output of
-    `forward` from the step and the micro-batch that `_open` finds.
+    `forward` from the step and the micro-batch that `_open` finds. A copy (`copy.deepcopy`, of
+    which weight averaging and teachers are made) reads the tables of the first, and trains nothing.
     """
 
     _tables_key: ClassVar[str]
     """The name of the tables in a `state_dict`, before that of a table."""
 
-    _config: ClassVar[type[BaseEmbeddingConfig]]
+    _config: ClassVar[type]
     """What a table is described by."""
 
     _takes: ClassVar[type] = KeyedJaggedTensor
@@ -72,6 +66,9 @@ class CachedCollection(Copied):
 
     _pooled: ClassVar[bool] = True
     """Whether bags come out, rather than the row of every id."""
+
+    _copied: tuple[Any, ...] = ()
+    """That whose tables these are, where this is a copy."""
 
     def _make(
         self,
@@ -90,14 +87,14 @@ class CachedCollection(Copied):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
-        configs, where = self._checked(tables), concrete_device(device)
+        configs, where = checked_configs(tables, self._config), concrete_device(device)
         lookups = lookups_of(configs)
         keys = [self._key_of(spec.name) for spec in lookups.specs]
         updates = by_table(update, [spec.name for spec in lookups.specs])
         parts = (configs, lookups, updates, in_backward, chosen, where, name, self._pooled)
         recipe = Recipe(*parts, StepParameters(keys, updates))
         recipe.check_sizes()
-        recipe.parameters.show(recipe.no_leaves())
+        recipe.show()
         self.reader = IdReader(lookups, self._pooled)
         waits = device is None or where.type == "meta" or not lookups.specs
         self._member = Membership(recipe, process_group, timeout_s, waits)
@@ -108,9 +105,6 @@ class CachedCollection(Copied):
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=where))
         """Empty: its `requires_grad` says whether the tables train."""
-
-    def _checked(self, tables: Sequence[Any]) -> list[Any]:
-        return checked_configs(tables, self._config)
 
     def _key_of(self, table: str) -> str:
         """The name of a table in a `state_dict`."""
@@ -130,11 +124,6 @@ class CachedCollection(Copied):
     def device(self) -> torch.device:
         """Where the cache lies and the embeddings come out."""
         return self._member.recipe.device
-
-    @property
-    def resets_evicted(self) -> bool:
-        """Whether rows start anew whose ids TorchRec's collision modules evict."""
-        return self._recipe.settings.reset_evicted
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -179,6 +168,16 @@ class CachedCollection(Copied):
         except DistcacheError as error:
             tables.failed(error)
             raise
+
+    def _pool(self, features: Any, weighted: bool) -> Tensor:
+        """The bags of `features`, `[b, sum of widths]`, with the weights that come with its ids if
+        it is `weighted`."""
+        step, micro = self._open(features)
+        of_ids = step.reads[micro], features, self.device
+        weights = self.reader.weights(*of_ids) if weighted else None
+        pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
+        self._refuse_gradients([pooled])
+        return pooled
 
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
@@ -386,7 +385,9 @@ class CachedCollection(Copied):
             found.update(weights)
 
         together(tables.world, find)
-        tables.fill(found)
+        whole = tables.let_go()
+        for index, source in found.items():
+            whole.fill(index, source)
         if tables.world.is_first:
             log.info("from %s: %s", folder, said)
 
@@ -394,6 +395,45 @@ class CachedCollection(Copied):
         """Stop planning and let go of the tables, of which a copy has none; safe to call twice."""
         if not self._copied:
             self._member.close()
+
+    # --- copies -----------------------------------------------------------------------------
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedCollection:
+        """A module over the same tables, which reads what they are then, and trains nothing."""
+        copied = type(self).__new__(type(self))
+        own = vars(self) | {"_views": None, "_copied": ()}
+        shared = (own[name] for name in ("_member", "reader", "optimizer", "_frozen"))
+        memo.update({id(self): copied} | {id(one): one for one in shared})
+        vars(copied).update(copy.deepcopy(own, memo), _copied=self._copied or (self,))
+        if not self._member.was_copied:
+            self._member.was_copied = True
+            log.warning(
+                "a copy of a %s has no tables of its own: it reads those of the first, which go on "
+                "training. To keep them as they are, use distcache.save, or copy its state_dict()",
+                type(self).__name__,
+            )
+        return copied
+
+    def _refuse_gradients(self, found: Sequence[Tensor]) -> None:
+        """Let no gradient come to what a copy in training has given out."""
+
+        def refuse(gradient: Tensor) -> None:
+            raise self._reads_alone("be trained")
+
+        if self._copied and self._trains and self.trainable.requires_grad:
+            for values in found:
+                values.requires_grad_(True).register_hook(refuse)
+
+    def _reads_alone(self, what: str) -> PlanError:
+        return PlanError(
+            f"a copy (copy.deepcopy) of a {type(self).__name__} cannot {what}: it reads the tables "
+            "of the first, which has the steps. Call it after eval() or in torch.no_grad(), or "
+            "freeze it by requires_grad_(False); to train other tables make another collection"
+        )
 
     # --- nn.Module --------------------------------------------------------------------------
 
@@ -511,3 +551,14 @@ def _alone(rows: Tensor) -> Tensor:
     """`rows` `[n, D]` of a store, whose storage is that of no other table: libraries take tensors
     of one storage for one tensor, and torch.save writes whole storages."""
     return torch.from_numpy(rows.view(torch.uint8).numpy()).view(rows.dtype)
+
+
+def is_traced(features: Any) -> bool:
+    """Whether torch.fx is tracing the model."""
+    return isinstance(features, torch.fx.Proxy)
+
+
+def as_node(collection: nn.Module, features: Any, *others: Any) -> Any:
+    """The call of a collection in a graph that torch.fx traces: one node, whatever is inside."""
+    name = features.tracer.path_of_module(collection)
+    return features.tracer.create_proxy("call_module", name, (features, *others), {})

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distcache.comm.link import Link, host_link
 from distcache.embedding.collection import CachedCollection
-from distcache.embedding.ids import ReadIds, drawn
+from distcache.embedding.ids import ReadIds, fill
 from distcache.embedding.open_step import OpenStep
 from distcache.errors import ConfigError, DataError, DistcacheError, PeerError, PlanError
 
@@ -147,12 +147,6 @@ class MappedIds(ReadIds):
 
     raw: ReadIds
     whole: Whole | None
-
-    @classmethod
-    def of(cls, read: ReadIds, raw: ReadIds, whole: Whole | None) -> MappedIds:
-        """`read`, of the batch `raw`."""
-        values = {own.name: getattr(read, own.name) for own in fields(ReadIds)}
-        return cls(**values, raw=raw, whole=whole)
 
     def is_of(self, features: KeyedJaggedTensor) -> bool:
         return self.raw.is_of(features)
@@ -428,8 +422,9 @@ class Collisions:
                 coming.place = coming.place if same else None  # other rows: a step of its own
             elif where is not None and known is not None and not (same and coming.foreseen):
                 features = whole.own(known.raw.source, self.ordered(known.raw.source), rank)
-                where.replan(MappedIds.of(self.reader.read(features), known.raw, whole))
-            if own.resets_evicted and self._begin_anew(own):
+                read = vars(self.reader.read(features))
+                where.replan(MappedIds(**read, raw=known.raw, whole=whole))
+            if own._recipe.settings.reset_evicted and self._begin_anew(own):
                 coming.place = None if isinstance(where, OpenStep) else coming.place
         if coming.repeats or own.tables.world.size > 1:
             coming.features = whole.own(coming.raw, coming.ordered, rank)
@@ -444,7 +439,8 @@ class Collisions:
             if ids is not None and ids.numel() and config.name not in own.frozen:
                 ids = ids.cpu().unique()
                 seed = f"{own.tables.settings.seed or 0}/{at}/{self.maps.count}"
-                found[at] = ids.numpy(), drawn(config, len(ids), seed)
+                rows = torch.empty(len(ids), config.embedding_dim, device="cpu")
+                found[at] = ids.numpy(), fill(rows, config.init_fn, seed)
         if found:
             own.tables.begin_anew(found)
         return bool(found)
@@ -471,7 +467,7 @@ class Collisions:
         read, coming = self.reader.read(features), self._coming
         if coming is None or coming.features is not features:
             return read
-        return MappedIds.of(read, self.reader.read(coming.raw), coming.whole)
+        return MappedIds(**vars(read), raw=self.reader.read(coming.raw), whole=coming.whole)
 
     def ahead(self) -> Ahead:
         """A copy of the modules, to go ahead from where they stand. In the training thread."""
@@ -567,23 +563,19 @@ class Ahead:
             return False
         for at, (of, whole) in enumerate(zip(known, wholes, strict=True)):
             if not of.whole.applied:  # by the user's modules, from which this copy was made
-                self._advance(whole, link)
+                with torch.no_grad(), self._maps.at(whole, link):  # without the hooks of the user's
+                    output = self._maps.mcc.forward(self._own.to_modules(whole))
+                self._maps.mcc.evict()
+                self._maps.note(whole, output)
                 own = whole.own(of.raw.source, parts[at][0], link.world.rank)
-                reads[at] = MappedIds.of(self._own.reader.read(own), of.raw, whole)
+                reads[at] = MappedIds(**vars(self._own.reader.read(own)), raw=of.raw, whole=whole)
         return True
 
     def _timed(self, read: ReadIds) -> MappedIds:
         """`read`, from now on with the time at which it was read first."""
         if isinstance(read, MappedIds):
             return read
-        return MappedIds.of(read, read, Whole(read.source, [], time.time()))
-
-    def _advance(self, whole: Whole, link: Link) -> None:
-        mcc, features = self._maps.mcc, self._own.to_modules(whole)
-        with torch.no_grad(), self._maps.at(whole, link):
-            output = mcc.forward(features)  # without the hooks of the user's
-        mcc.evict()
-        self._maps.note(whole, output)
+        return MappedIds(**vars(read), raw=read, whole=Whole(read.source, [], time.time()))
 
 
 # -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tables and ids as TorchRec gives them: read into plain tensors, and recognised again."""
+"""Tables and ids as they are given: read into plain tensors, and recognised again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distcache.data.batch import Batch, JaggedIds
 from distcache.embedding.theirs import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distcache.embedding.collisions import Collisions
 
 # -----------------------------------------------------------------------------
-# From TorchRec's table configs to tables, feature names and initial weights.
+# From table configs, TorchRec's or a module's, to tables, feature names and initial weights.
 
 _POOLING = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean", "mean": "mean"}
 
@@ -53,19 +53,14 @@ class Lookups:
     specs: tuple[TableSpec, ...]
     named: tuple[TableSpec, ...]
 
-    @property
-    def table_names(self) -> tuple[str, ...]:
-        """The name of each lookup's table."""
-        return tuple(self.specs[table].name for table in self.tables)
-
 
 def lookups_of(configs: Sequence[Any]) -> Lookups:
     """The lookups of `configs` in TorchRec's order."""
     pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
     readers = Counter(name for _, name in pairs)
-    names = [
+    names = (
         f"{name}@{configs[table].name}" if readers[name] > 1 else name for table, name in pairs
-    ]
+    )
     named = tuple(
         TableSpec(
             config.name,
@@ -91,7 +86,7 @@ def lookups_of(configs: Sequence[Any]) -> Lookups:
     )
 
 
-def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> list[Any]:
+def checked_configs(configs: Sequence[Any], kind: type) -> list[Any]:
     """The configs, each with its features (a table without any reads the one of its own name).
 
     Raises ConfigError for one that is not of `kind`, and for what a row cache does not have.
@@ -108,7 +103,7 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
         seen.add(config.name)
         if isinstance(config, EmbeddingBagConfig) and config.pooling not in _POOLING:
             raise ConfigError(f"{where}: pooling {config.pooling} is not SUM or MEAN")
-        if config.use_virtual_table:
+        if getattr(config, "use_virtual_table", False):
             raise ConfigError(f"{where}: use_virtual_table is not supported: give num_embeddings")
         if not config.feature_names:
             config.feature_names = [config.name]
@@ -117,7 +112,7 @@ def checked_configs(configs: Sequence[Any], kind: type[BaseEmbeddingConfig]) -> 
 
 def initial_change(
     config: BaseEmbeddingConfig, table: int, seed: int
-) -> Callable[[Tensor], None] | None:
+) -> Callable[[Tensor], Any] | None:
     """What changes initial rows `[rows, D]`, uniform in +-sqrt(1 / rows), to those that `config`
     asks for; None where it asks for these.
 
@@ -126,30 +121,60 @@ def initial_change(
     """
     given, bound = config.init_fn, math.sqrt(1.0 / config.num_embeddings)
 
-    def fill(weight: Tensor) -> None:
-        _fill(weight, given, f"{seed}/{table}")
-
     def map_range(weight: Tensor) -> None:
         weight.div_(2 * bound).add_(0.5).mul_(high - low).add_(low).clamp_(low, high)
 
-    by_itself = isinstance(given, functools.partial) and given.func is torch.nn.init.uniform_
+    by_itself = isinstance(given, functools.partial) and given.func is nn.init.uniform_
     if not (by_itself and not given.args and set(given.keywords) == {"a", "b"}):
-        return fill
+        return functools.partial(fill, init_fn=given, seed=f"{seed}/{table}")
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
     return None if (low, high) == (-bound, bound) else map_range
 
 
-def drawn(config: BaseEmbeddingConfig, rows: int, seed: str) -> Tensor:
-    """Initial rows `[rows, D]`, as the config's `init_fn` draws them by this seed."""
-    weight = torch.empty(rows, config.embedding_dim, device="cpu")
-    _fill(weight, config.init_fn, seed)
-    return weight
-
-
-def _fill(weight: Tensor, init_fn: Callable[[Tensor], Any], seed: str) -> None:
+def fill(weight: Tensor, init_fn: Callable[[Tensor], Any], seed: str) -> Tensor:
+    """Initial rows `weight` `[rows, D]`, filled as a config's `init_fn` draws them by this seed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(zlib.crc32(seed.encode()))
         init_fn(weight)
+    return weight
+
+
+@dataclass
+class PlainTable:
+    """The table of a module; `given`: its first weights, where they are not drawn, in `dtype`, as
+    torch.nn does. `padding_idx`: the row that is zero then. ConfigError for arguments of a module
+    that contradict each other."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling: str
+    padding_idx: int | None
+    dtype: Any
+    given: Tensor | None
+
+    def __post_init__(self) -> None:
+        rows, pad, given = self.num_embeddings, self.padding_idx, self.given
+        if pad is not None and not -rows <= pad < rows:
+            raise ConfigError(f"padding_idx={pad} is not within num_embeddings={rows}")
+        if given is not None and list(given.shape) != [rows, self.embedding_dim]:
+            shape = [rows, self.embedding_dim]
+            raise ConfigError(f"_weight of shape {list(given.shape)}, not {shape}")
+        self.padding_idx = None if pad is None else pad % rows
+        known = torch.get_default_dtype() if given is None else given.dtype
+        self.dtype = known if self.dtype is None else self.dtype
+        # As TorchRec names the stored rows; those of half precision are updated in float32.
+        self.data_type = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(self.dtype, "FP32")
+        self.feature_names = [self.name]
+
+    def init_fn(self, weight: Tensor) -> None:
+        """Fill the first weights."""
+        if self.given is not None:
+            weight.copy_(self.given)
+            return
+        nn.init.normal_(weight)
+        if self.padding_idx is not None:
+            weight[self.padding_idx].zero_()
 
 
 # -----------------------------------------------------------------------------
@@ -230,25 +255,6 @@ class ReadIds:
         pairs = [(one.offsets, other.offsets), (one.values, other.values)]
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
-    def weights_of(self, features: KeyedJaggedTensor, device: torch.device) -> Tensor:
-        """The weights of the ids in `features`, `[n]` on `device`, differentiable in those that
-        `features` has. DataError where it has none, or others than one for each id."""
-        weights = features.weights_or_none()
-        if weights is None:
-            raise DataError(
-                "the collection was made with is_weighted=True, but the KeyedJaggedTensor has no "
-                "weights"
-            )
-        if weights.shape != self.source.values().shape:
-            raise DataError(
-                f"weights of shape {list(weights.shape)} for {len(self.source.values())} ids: give "
-                "one for each id"
-            )
-        weights = weights.to(device)
-        if self.taken is None:
-            return weights
-        return weights.index_select(0, self.taken.int().to(weights.device))
-
     def _is_untouched(self) -> bool:
         return all(version_of(tensor) == version for tensor, version in self.versions)
 
@@ -269,8 +275,25 @@ class IdReader:
         self.lookups, self._pooled = lookups, pooled
 
     def find(self, batch: Any) -> KeyedJaggedTensor:
-        """The `KeyedJaggedTensor` of a batch, see `find_ids`."""
-        return find_ids(batch, self.lookups.features)
+        """The `KeyedJaggedTensor` of a batch that has the features of the lookups.
+
+        Looks at the batch itself, its attribute `sparse_features`, and in tuples, lists, mappings
+        and dataclasses. Raises ConfigError when there is none or more than one.
+        """
+        attribute = getattr(batch, "sparse_features", None)
+        if isinstance(attribute, KeyedJaggedTensor):
+            return attribute
+        found = list({id(one): one for one in search(batch, KeyedJaggedTensor)}.values())
+        if len(found) > 1:
+            wanted = set(self.lookups.features)
+            found = [one for one in found if wanted <= set(one.keys())] or found
+        if len(found) == 1:
+            return found[0]
+        what = "no KeyedJaggedTensor" if not found else f"{len(found)} KeyedJaggedTensors that fit"
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} has {what}: tell lookahead where its ids are, "
+            "lookahead(batches, ebc, ids=lambda batch: ...)"
+        )
 
     def read(self, features: KeyedJaggedTensor) -> ReadIds:
         """The ids of every lookup. Raises DataError that names what is missing.
@@ -308,17 +331,31 @@ class IdReader:
         return ReadIds(features, joined, taken, tuple(own), versions, _token_of(features))
 
     def weights(self, read: ReadIds, features: KeyedJaggedTensor, device: torch.device) -> Tensor:
-        """See `ReadIds.weights_of`; `features` may have the ids of `read` in other places."""
-        own = read if read.is_of(features) else self.read(features)
-        return own.weights_of(features, device)
+        """The weights of the ids in `features`, `[n]` on `device`, differentiable in those that
+        `features` has, which may have the ids of `read` in other places. DataError where it has
+        none, or others than one for each id."""
+        own, weights = features.values(), features.weights_or_none()
+        if weights is None:
+            raise DataError(
+                "the collection was made with is_weighted=True, but the KeyedJaggedTensor has no "
+                "weights"
+            )
+        if weights.shape != own.shape:
+            raise DataError(
+                f"weights of shape {list(weights.shape)} for {len(own)} ids: give one for each id"
+            )
+        taken = (read if read.is_of(features) else self.read(features)).taken
+        weights = weights.to(device)
+        return weights if taken is None else weights.index_select(0, taken.int().to(device))
 
     def _places(self, keys: list[str]) -> list[int]:
         """Where each lookup's feature is among `keys`."""
         at = {key: place for place, key in enumerate(keys)}
-        for feature, table in zip(self.lookups.features, self.lookups.table_names, strict=True):
+        for feature, table in zip(self.lookups.features, self.lookups.tables, strict=True):
             if feature not in at:
+                name = self.lookups.specs[table].name
                 raise DataError(
-                    f"feature {feature!r} of table {table!r} is not among the keys of the "
+                    f"feature {feature!r} of table {name!r} is not among the keys of the "
                     f"KeyedJaggedTensor: {keys}"
                 )
         return [at[feature] for feature in self.lookups.features]
@@ -379,30 +416,7 @@ def _keys(counts: Tensor, strides: list[int], places: list[int]) -> tuple[Tensor
 
 def _offsets(lengths: Tensor) -> Tensor:
     """`[m]` lengths to `[m + 1]` offsets, int64."""
-    out = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=out[1:])
-    return out
-
-
-def find_ids(batch: Any, wanted: tuple[str, ...]) -> KeyedJaggedTensor:
-    """The `KeyedJaggedTensor` of a batch that has the features `wanted`.
-
-    Looks at the batch itself, its attribute `sparse_features`, and in tuples, lists, mappings and
-    dataclasses. Raises ConfigError when there is none or more than one.
-    """
-    attribute = getattr(batch, "sparse_features", None)
-    if isinstance(attribute, KeyedJaggedTensor):
-        return attribute
-    found = list({id(one): one for one in search(batch, KeyedJaggedTensor)}.values())
-    if len(found) > 1:
-        found = [one for one in found if set(wanted) <= set(one.keys())] or found
-    if len(found) == 1:
-        return found[0]
-    what = "no KeyedJaggedTensor" if not found else f"{len(found)} KeyedJaggedTensors that fit"
-    raise ConfigError(
-        f"a batch of type {type(batch).__name__} has {what}: tell lookahead where its ids are, "
-        "lookahead(batches, ebc, ids=lambda batch: ...)"
-    )
+    return nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def bytes_of(batch: Any, depth: int = _DEPTH) -> int:

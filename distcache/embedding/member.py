@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from distcache.comm.rendezvous import meet
 from distcache.comm.world import current_world, has_group, require_group
 from distcache.embedding import step
+from distcache.embedding.ids import PlainTable
 from distcache.embedding.optimizer import in_backward, row_update
 from distcache.embedding.settings import NoUpdate, Recipe
 from distcache.embedding.step import CollectionTables
-from distcache.embedding.tensors import PlainTable
 from distcache.embedding.weights import draw_weights
 from distcache.errors import ConfigError, PlanError
 
@@ -100,7 +100,6 @@ class Membership:
             )
         if self.made is None:
             raise PlanError(f"the tables of this {name} could not be made: {self._error}")
-        self.made.take_written()
         return self.made
 
     def meet(self, asked: str, way_out: str, limit_s: float | None = None) -> None:
@@ -152,7 +151,7 @@ class Membership:
     def move(self, device: torch.device) -> None:
         """Let the tables, which are not made, lie there."""
         self.recipe = replace(self.recipe, device=device)
-        self.recipe.parameters.show(self.recipe.no_leaves())
+        self.recipe.show()
 
     def draw(self) -> None:
         """Draw the initial weights of tables that are not made from torch's generator once more,

@@ -73,16 +73,6 @@ class OpenStep:
         """Whether a forward pass was recorded, so that a backward pass may come."""
         return bool(self._forwarded) and self.leaves is not None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it was applied or left out, and nothing is left to tell of it."""
-        return self.leaves is None and not self.flight.spans
-
-    @property
-    def is_backed(self) -> bool:
-        """Whether backward passes have come to all micro-batches."""
-        return len(self.backed) == len(self.reads)
-
     # --- forward ----------------------------------------------------------------------------
 
     def pooled(
@@ -95,27 +85,24 @@ class OpenStep:
         if weights is not None:
             lengths = read.ids.offsets.diff().view(len(read.samples), read.ids.batch_size)
             parts = weights.split(lengths.sum(1).tolist())
-        leaves = self._leaves_for(reads_alone)
+        leaves = self._current_leaves(reads_alone)
         pooled = self._tables.engine.pooled(self.flight, leaves, micro, parts)
         self._watch(micro, [] if reads_alone else [pooled])
         return pooled
 
     def rows(self, micro: int, reads_alone: bool = False) -> list[Tensor]:
         """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""
-        found = self._tables.engine.lookup(self.flight, self._leaves_for(reads_alone), micro)
+        found = self._tables.engine.lookup(self.flight, self._current_leaves(reads_alone), micro)
         self._watch(micro, [] if reads_alone else found)
         return found
 
-    def _leaves_for(self, reads_alone: bool) -> list[Tensor]:
-        leaves = self._current_leaves()
-        return [leaf.detach() for leaf in leaves] if reads_alone else leaves
-
-    def _current_leaves(self) -> list[Tensor]:
+    def _current_leaves(self, reads_alone: bool) -> list[Tensor]:
         """The leaves; read again once a step has changed its rows, by all ranks."""
         if self.leaves is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._take(self._tables.engine.leaves(self.flight))
-        return self.leaves or []
+        leaves = self.leaves or []
+        return [leaf.detach() for leaf in leaves] if reads_alone else leaves
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
         """Let these be the leaves; where autograd records nothing."""
@@ -136,7 +123,7 @@ class OpenStep:
         for leaf in self.leaves:
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(after_accumulate)
-        self._tables.show_leaves(self.view.params)
+        self._tables.recipe.show(self.view.params)
 
     def _watch(self, micro: int, found: Sequence[Tensor]) -> None:
         """Learn when a backward pass goes through this lookup, if gradients are recorded."""
@@ -258,7 +245,7 @@ class OpenStep:
         self._forwarded.clear()
         self.backed.clear()
         if self._kept is not None:
-            self._tables.show_leaves([])
+            self._tables.recipe.show()
 
     def _span(self, stage: Stage, end: float) -> None:
         span = Span(stage.name, TRAINING_LANE, self.flight.step, self._began, end)
@@ -318,7 +305,7 @@ class EarlierSteps:
         """A backward pass that came to rows has ended: sum up what it left, once one has come to
         the last lookups that were recorded."""
         recorded = [step for step in self.with_open() if step.recorded]
-        if recorded and recorded[-1].is_backed:
+        if recorded and len(recorded[-1].backed) == len(recorded[-1].reads):
             step = self.joined()
             if step is not None:
                 step.reduce()

@@ -132,9 +132,34 @@ def in_backward(
 # The optimizer, whose parameters are the rows of a step.
 
 
-class TableState(Mapping[str, Tensor]):
-    """A table's optimizer state by name, as TorchRec's optimizers look at it and copy into it:
-    `step`, and views of the store as of now. Read by all ranks."""
+class StateValue:
+    """A value of a table's optimizer state, which TorchRec's optimizers save and load by these two
+    methods; called by all ranks."""
+
+    def __init__(self, member: Membership, index: int, columns: slice | None) -> None:
+        """`columns`: of the state; None: the count of steps."""
+        self._member, self._index, self._columns = member, index, columns
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> Tensor:
+        """As the last step left it; of the state a view of the store."""
+        tables = self._member.tables
+        tables.read_weights()
+        state = tables.whole.local(self._index)[1]
+        if self._columns is None or state is None:
+            return torch.tensor(tables.counts[self._index])
+        return state[:, self._columns]
+
+    def load_state_dict(self, value: Tensor) -> None:
+        """Take it back, between two steps; PlanError inside one."""
+        if self._columns is None:
+            self._member.tables.counts[self._index] = int(value)
+        else:
+            self._member.tables.replace([(self._index, self._columns, value)], is_state=True)
+
+
+class TableState(Mapping[str, StateValue]):
+    """A table's optimizer state by name, `step` among them, as TorchRec's optimizers see it."""
 
     def __init__(self, member: Membership, index: int) -> None:
         self._member, self._index = member, index
@@ -149,9 +174,9 @@ class TableState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return 1 + len(self._columns())
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> StateValue:
         columns = None if name == "step" else self._columns()[name]
-        return self._member.tables.hand_out(self._index, columns)
+        return StateValue(self._member, self._index, columns)
 
 
 class RowOptimizer(KeyedOptimizer):
@@ -282,18 +307,15 @@ class RowOptimizer(KeyedOptimizer):
         parts: list[Part] = []
         update = self._member.recipe.update
         for index, table in enumerate(self._specs):
-            columns = update.state_columns(table.dim)
-            found, keeps = sorted(state[table.name]), sorted({"step", *columns})
-            if found != keeps:
+            columns, own = update.state_columns(table.dim), state[table.name]
+            keeps = {name: (table.rows, at.stop - at.start) for name, at in columns.items()}
+            found = {name: tuple(value.shape) for name, value in own.items() if name != "step"}
+            if found != keeps or "step" not in own:
                 raise ConfigError(
-                    f"table {table.name!r}: optimizer state {found}, but "
-                    f"{type(update).__name__} keeps {keeps}"
+                    f"table {table.name!r}: optimizer state of {found}, but "
+                    f"{type(update).__name__} keeps {keeps}, and `step`"
                 )
-            for name, at in columns.items():
-                want, got = (table.rows, at.stop - at.start), tuple(state[table.name][name].shape)
-                if want != got:
-                    raise ConfigError(f"{table.name}.{name}: shape {got}, must be {want}")
-                parts.append((index, at, state[table.name][name]))
+            parts += [(index, at, own[name]) for name, at in columns.items()]
         if names:
             tables = self._member.tables
             tables.replace(parts, is_state=True)
@@ -342,11 +364,9 @@ class RowsAndDense(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update rows and dense parameters, after `closure` where one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for own in (*self.rows, self.dense):
+        first, *others = self.rows
+        loss = first.step(closure)
+        for own in (*others, self.dense):
             own.step()
         return loss
 

@@ -2,20 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.fx
 from torch import Tensor
 
-from distcache.embedding import graphs
-from distcache.embedding.collection import CachedCollection
-from distcache.embedding.tensors import PlainTable, TensorIds, TensorReader
+from distcache.data.batch import JaggedIds
+from distcache.embedding.collection import CachedCollection, as_node, is_traced
+from distcache.embedding.ids import IdReader, Lookups, PlainTable, ReadIds, search, version_of
 from distcache.engine.gradients import all_to_device
 from distcache.errors import ConfigError, DataError, PlanError
 from distcache.optim import RowUpdate
+
+_WHOLE = (torch.int64, torch.int32)
+
+# -----------------------------------------------------------------------------
+# Ids as torch.nn takes them: plain tensors, read and recognised again.
+
+
+@dataclass(frozen=True, eq=False)
+class TensorIds:
+    """What a module is called with: ids, where bags of them begin, and weights of them."""
+
+    input: Tensor
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> TensorIds:
+        """From what a function of the user's gives of a batch: `input`, or the arguments."""
+        parts = given if isinstance(given, tuple | list) else (given,)
+        return given if isinstance(given, TensorIds) else cls(*parts[:3])
+
+    def __post_init__(self) -> None:
+        for own in (self.input, self.offsets):
+            if own is not None and not (isinstance(own, Tensor) and own.dtype in _WHOLE):
+                raise DataError(
+                    f"ids or offsets of {getattr(own, 'dtype', type(own).__name__)}: give tensors "
+                    "of int64 or int32, as the module is called with, and lookahead(..., "
+                    "ids=lambda batch: ...) too: input, or (input, offsets)"
+                )
+        if self.weights is not None and self.weights.shape != self.input.shape:
+            raise DataError(
+                f"per_sample_weights of shape {list(self.weights.shape)} for input of shape "
+                f"{list(self.input.shape)}: give one for each id"
+            )
+
+    def values(self) -> Tensor:
+        """The ids `[n]`."""
+        return self.input.reshape(-1)
+
+    def weights_or_none(self) -> Tensor | None:
+        """Their weights `[n]`."""
+        return None if self.weights is None else self.weights.reshape(-1)
+
+
+class ReadTensors(ReadIds):
+    """`TensorIds` as they were read. Tensors are recognised, and slices of the same memory."""
+
+    def is_of(self, features: Any) -> bool:
+        """Whether these are the same tensors."""
+        source: Any = self.source
+        return _is_same(features.input, source.input) and _is_same(features.offsets, source.offsets)
+
+    def is_unchanged(self, features: Any, read: Callable[..., ReadIds]) -> bool:
+        """Whether they still have the ids that were read; of those on a device, whether torch's
+        functions have left them alone, for which nobody waits."""
+        if features.input.device.type != "cpu":
+            return self._is_untouched()
+        return self.has_ids_of(features, read)
+
+    def has_ids_of(self, features: Any, read: Callable[..., ReadIds]) -> bool:
+        """Whether other tensors have the ids that were read, in the same places."""
+        one, other = self.taken, read(features).taken
+        both = one is not None and other is not None
+        alike = torch.equal(one, other) if both else one is other
+        return alike and super().has_ids_of(features, read)
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are one in memory, which the second keeps."""
+    if one is None or other is None or one is other:
+        return one is other
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in (one, other)]
+    return places[0] == places[1] and one.data_ptr() != 0  # as of tensors that lie elsewhere
+
+
+class TensorReader(IdReader):
+    """Reads the ids of a module. Those of `padding_idx` are left out; `pooled`: whether bags come
+    out; `to_end`: whether the last of the offsets is the end of the last bag."""
+
+    def __init__(
+        self, lookups: Lookups, pooled: bool, padding_idx: int | None, to_end: bool
+    ) -> None:
+        super().__init__(lookups, pooled)
+        self._padding_idx, self._to_end = padding_idx, to_end
+
+    def find(self, batch: Any) -> Any:
+        """The one tensor of whole numbers in a batch. Raises ConfigError where that is not one."""
+        found = {id(one): one for one in search(batch, Tensor) if one.dtype in _WHOLE}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} has {len(found)} tensors of whole numbers: "
+            "tell lookahead which are the ids of a module, lookahead(batches, module, "
+            "ids=lambda batch: batch[0]), or ids={module: lambda batch: ..., other: ...}"
+        )
+
+    def read(self, given: Any) -> ReadTensors:
+        """The ids and their bags, on the CPU. Raises DataError for others than torch.nn takes."""
+        found = TensorIds.of(given)
+        tensors = [own for own in (found.input, found.offsets) if own is not None]
+        versions = tuple((own, version_of(own)) for own in tensors)
+        ids = found.values().detach().to("cpu", torch.int64, copy=True)  # buffers may be reused
+        ends = self._ends(found, len(ids))
+        taken, pad = None, self._padding_idx
+        if pad is not None and bool((ids == pad).any()):
+            kept, before = ids != pad, torch.zeros(len(ids) + 1, dtype=torch.int64)
+            taken = kept.nonzero().flatten()
+            torch.cumsum(kept, 0, out=before[1:])
+            ids, ends = ids[taken], before[ends]
+        if not self._pooled:
+            ends = torch.arange(len(ids) + 1)
+        joined = JaggedIds(self.lookups.features, ids, ends, None)
+        return ReadTensors(found, joined, taken, (joined.batch_size,), versions, None)
+
+    def _ends(self, found: TensorIds, count: int) -> Tensor:
+        """`[b + 1]`: where bags begin, and the end of the last one."""
+        input, offsets = found.input, found.offsets
+        if not self._pooled:
+            return torch.tensor([0, count])
+        if input.dim() == 2 and offsets is None:
+            return torch.arange(len(input) + 1) * input.shape[1]
+        if input.dim() != 1 or offsets is None or offsets.dim() != 1:
+            shape = None if offsets is None else list(offsets.shape)
+            raise DataError(
+                f"input of shape {list(input.shape)} with offsets of shape {shape}: give ids [n] "
+                "with offsets [b], or ids [b, n] without"
+            )
+        ends = offsets.detach().to("cpu", torch.int64, copy=True)
+        if not self._to_end:
+            ends = torch.cat([ends, torch.tensor([count])])
+        fits = len(ends) and not int(ends[0]) and int(ends[-1]) == count
+        if not fits or bool((ends.diff() < 0).any()):
+            raise DataError(
+                f"offsets {offsets.tolist()[:8]} of bags of {count} ids: they begin with 0, never "
+                "decrease, and end within the ids, or with their number if include_last_offset"
+            )
+        return ends
+
+
+# -----------------------------------------------------------------------------
+# The modules.
 
 _WAYS = {
     "max_norm": "rows would change when they are read: leave it out, and write to `weight` between "
@@ -35,28 +176,25 @@ class CachedModule(CachedCollection):
     keywords it takes; `state_dict` has `weight`. Ids are read on the CPU: leave them there.
     """
 
-    _takes: ClassVar[type] = TensorIds
+    _config, _takes = PlainTable, TensorIds
 
-    def _begin(
-        self, table: PlainTable, refused: dict[str, Any], to_end: bool, ours: Sequence[Any]
-    ) -> None:
-        """What `__init__` does after nn.Module's. `ours`: device and what follows in `_make`."""
-        for name, value in refused.items():
-            if value:
+    def _begin(self, table: PlainTable, given: dict[str, Any], ours: Sequence[Any]) -> None:
+        """What `__init__` does after nn.Module's. `given`: what else torch.nn's has as attributes;
+        `ours`: device and what follows in `_make`."""
+        vars(self).update(given)
+        for name, way in _WAYS.items():
+            value = given.get(name)
+            if value and not (name == "mode" and value in ("sum", "mean")):
                 raise ConfigError(
-                    f"{type(self).__name__}: {name}={value!r} is not supported: {_WAYS[name]}"
+                    f"{type(self).__name__}: {name}={value!r} is not supported: {way}"
                 )
-        self._table = table
-        self.num_embeddings, self.embedding_dim = table.shape
-        self.padding_idx = table.padding_idx
+        self._table, self.padding_idx = table, table.padding_idx
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         *ours, settings = ours
         dtype = table.dtype if table.data_type == "FP32" else torch.float32
         self._make([table], *ours, settings | {"dtype": dtype})
-        pad = table.padding_idx
-        self.reader = TensorReader(self.reader.lookups, self._pooled, pad, to_end)
-
-    def _checked(self, tables: Sequence[Any]) -> list[Any]:
-        return list(tables)
+        to_end = given.get("include_last_offset", False)
+        self.reader = TensorReader(self.reader.lookups, self._pooled, self.padding_idx, to_end)
 
     def _key_of(self, table: str) -> str:
         return "weight"
@@ -119,15 +257,12 @@ class CachedEmbeddingBag(CachedModule):
         `scale_grad_by_freq` and other modes.
         """
         super().__init__()
-        self.max_norm, self.norm_type, self.sparse = max_norm, norm_type, sparse
-        self.scale_grad_by_freq, self.mode = scale_grad_by_freq, mode
-        self.include_last_offset = include_last_offset
         shape = num_embeddings, embedding_dim
-        table = PlainTable.of(name, shape, mode, padding_idx, dtype, _weight)
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
-        refused["mode"] = None if mode in ("sum", "mean") else mode
-        ours = (device, optimizer, process_group, timeout_s, settings)
-        self._begin(table, refused, include_last_offset, ours)
+        table = PlainTable(name, *shape, mode, padding_idx, dtype, _weight)
+        given = {"max_norm": max_norm, "norm_type": norm_type, "sparse": sparse}
+        given |= {"scale_grad_by_freq": scale_grad_by_freq, "mode": mode}
+        given["include_last_offset"] = include_last_offset
+        self._begin(table, given, (device, optimizer, process_group, timeout_s, settings))
 
     @classmethod
     def from_pretrained(
@@ -162,22 +297,15 @@ class CachedEmbeddingBag(CachedModule):
         for a batch that is not the one that `lookahead` gave out next, StepTooLargeError when the
         cache does not hold the step.
         """
-        if graphs.is_traced(input):
-            return graphs.as_node(self, input, offsets, per_sample_weights)
+        if is_traced(input):
+            return as_node(self, input, offsets, per_sample_weights)
         given = TensorIds(input, offsets, per_sample_weights)
         if per_sample_weights is not None and self.mode != "sum":
             raise DataError(f"per_sample_weights with mode={self.mode!r}: they need mode='sum'")
         if self.device.type == "meta":
             bags = len(input) if offsets is None else len(offsets) - self.include_last_offset
             return torch.empty(bags, self.embedding_dim, device="meta", dtype=self._table.dtype)
-        step, micro = self._open(given)
-        weights = None
-        if per_sample_weights is not None:
-            weights = self.reader.weights(step.reads[micro], given, self.device)
-            weights = weights.to(self._recipe.settings.dtype)
-        pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
-        self._refuse_gradients([pooled])
-        return pooled.to(self._table.dtype)
+        return self._pool(given, per_sample_weights is not None).to(self._table.dtype)
 
 
 class CachedEmbedding(CachedModule):
@@ -212,12 +340,11 @@ class CachedEmbedding(CachedModule):
         """As torch.nn's; rows are updated lazily whatever `sparse`, that of `padding_idx` never.
         The other arguments are those of `CachedEmbeddingBag`."""
         super().__init__()
-        self.max_norm, self.norm_type, self.sparse = max_norm, norm_type, sparse
-        self.scale_grad_by_freq, shape = scale_grad_by_freq, (num_embeddings, embedding_dim)
-        table = PlainTable.of(name, shape, "", padding_idx, dtype, _weight)
-        refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
-        ours = (device, optimizer, process_group, timeout_s, settings)
-        self._begin(table, refused, False, ours)
+        shape = num_embeddings, embedding_dim
+        table = PlainTable(name, *shape, "", padding_idx, dtype, _weight)
+        given = {"max_norm": max_norm, "norm_type": norm_type, "sparse": sparse}
+        given["scale_grad_by_freq"] = scale_grad_by_freq
+        self._begin(table, given, (device, optimizer, process_group, timeout_s, settings))
         self.requires_grad_(not _freeze)
 
     @classmethod
@@ -240,8 +367,8 @@ class CachedEmbedding(CachedModule):
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ids of any shape, `[..., D]`; called by all ranks. Raises as
         `CachedEmbeddingBag` does."""
-        if graphs.is_traced(input):
-            return graphs.as_node(self, input)
+        if is_traced(input):
+            return as_node(self, input)
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)

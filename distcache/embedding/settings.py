@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -51,14 +52,11 @@ class CacheSettings(CacheConfig):
 
     def __post_init__(self) -> None:
         for own in fields(self):
-            name, value, rule = own.name, getattr(self, own.name), own.metadata
-            bound = rule.get("least", rule.get("counted"))
-            if bound is None or (value == own.default and not isinstance(value, bool)):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < bound:
-                auto = "'auto' or " if "counted" in rule else ""
+            value, bound = getattr(self, own.name), own.metadata.get("least")
+            whole = type(value) is int and value >= (bound or 0)
+            if bound is not None and value is not None and not whole:
                 raise ConfigError(
-                    f"{name}={value!r} must be {auto}a whole number of at least {bound}"
+                    f"{own.name}={value!r} must be a whole number of at least {bound}"
                 )
         if self.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
@@ -95,7 +93,7 @@ class CacheSettings(CacheConfig):
         chosen = kind == "auto" or (kind == "mixed" and open_rows == (None, None))
         for needs, what in (
             (chosen, f"placement={kind!r}"),
-            (self.policy_settings.ranking == "static", "policy='static'"),
+            (Policy.of(self).ranking == "static", "policy='static'"),
             (self.split == "by_curve", "split='by_curve'"),
         ):
             if needs and self.batch_size is None:
@@ -105,32 +103,15 @@ class CacheSettings(CacheConfig):
                 )
 
     @property
-    def policy_settings(self) -> Policy:
-        """Which rows leave first."""
-        return Policy.of(self)
-
-    @property
     def window(self) -> int:
         """L, the least of them while `auto` is open."""
         return WINDOWS[0] if isinstance(self.lookahead, str) else self.lookahead
-
-
-_WENT = {
-    "order": "numbering rows by popularity gained nothing and made plans slower",
-    "admission": "rows that leave first unless they score higher changed next to nothing",
-}
-"""Settings that were there once, and why they are not."""
 
 
 def check_names(settings: Mapping[str, Any], collection: str) -> None:
     """ConfigError for a setting by keyword that a collection does not have."""
     known = [f.name for f in fields(CacheSettings) if f.name != "objective"]
     for name, value in settings.items():
-        if name in _WENT:
-            raise ConfigError(
-                f"{collection}: {name}={value!r}: this setting went, for {_WENT[name]}: leave it "
-                "out"
-            )
         if name not in known:
             near = difflib.get_close_matches(name.removeprefix("cache_"), known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
@@ -145,8 +126,10 @@ _NAMES = {f"cache.{f.name}": f.name for f in fields(CacheSettings)} | {
     "store.access": "store_access",
     "trainer.dtype": "dtype",
     "trainer.timeout_s": "timeout_s",
+    "of the global batch": "of this rank's batch",
 }
-"""The keys of the command line, and what a user of the library gives instead."""
+"""The keys of the command line, and what a user of the library gives instead; and of what a sample
+is, for where a rank's lie among those of all is not known."""
 
 
 class library_words:  # noqa: N801 - reads as `with library_words():`
@@ -254,13 +237,18 @@ class Recipe:
     pooled: bool
     parameters: StepParameters
 
-    def no_leaves(self) -> list[Tensor]:
-        """The parameters of the optimizer where no step is open: empty, one for each group."""
+    @cached_property
+    def _no_leaves(self) -> list[Tensor]:
         specs, dtype = self.lookups.specs, self.settings.dtype
         return [
             torch.zeros(0, specs[at].dim, dtype=dtype, device=self.device).requires_grad_()
             for at, *_ in group_tables(specs)
         ]
+
+    def show(self, leaves: Sequence[Tensor] = ()) -> None:
+        """Let these be the parameters of the optimizer; where no step has any, empty ones, one for
+        each group."""
+        self.parameters.show(leaves or self._no_leaves)
 
     @property
     def update(self) -> RowUpdate:
@@ -302,13 +290,8 @@ class Recipe:
         called by all ranks, decided by rank 0. Raises ConfigError on all ranks."""
         tables, request = self.lookups.named, self.request
         slots, popularity = request.decide_slots(world, tables, self.statistics)
-
-        def known() -> Known:
-            if popularity is None:
-                raise ConfigError(f"placement={self.settings.placement!r} needs statistics")
-            return Known(tables, slots, popularity.statistics)
-
-        placement = request.placement(world, tables, known)
+        own: Any = popularity  # there are some for the placements that ask what is known
+        placement = request.placement(world, tables, lambda: Known(tables, slots, own.statistics))
         if placement.kind != REPLICATED:
             popularity = request.of_all_homes(world, tables, slots, popularity)
         return slots, placement, popularity

@@ -31,23 +31,16 @@ from distcache.embedding.open_step import EarlierSteps, OpenStep
 from distcache.embedding.settings import Recipe, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
-from distcache.engine.movement import GroupRows
 from distcache.engine.planning import planner_threads
-from distcache.engine.step import (
-    APPLY,
-    Flight,
-    StageClock,
-    record,
-)
+from distcache.engine.step import APPLY, Flight, StageClock, record
 from distcache.engine.tables import CachedTables, all_of, choices_of
-from distcache.engine.whole import Part
-from distcache.errors import DataError, NonFiniteLossError, PlanError
+from distcache.engine.whole import Part, WholeTables
+from distcache.errors import NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
-from distcache.planner.victims import WINDOWS, auto_lookahead
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.store.memory import describe_bytes
 from distcache.store.rows import RowStore
-from distcache.store.table_files import Stored
 from distcache.streams import COMPUTE, Mark
 
 if TYPE_CHECKING:
@@ -115,8 +108,6 @@ class CollectionTables:
         self._is_flushed = True
         """Whether the stores have every row as the last step left it."""
         self._exposed: list[TableRows] = []
-        self._handed: list[tuple[int, bool, Tensor, int]] = []
-        """Table, whether it is its count of steps, and values of `hand_out` as they were then."""
         self._begin(recipe, ())
         self._initialise(recipe, initial)
 
@@ -134,15 +125,14 @@ class CollectionTables:
             del own[where]
         agree_on(world, own | {"device": world.device.type})
         features = [feature for table in tables for feature in table.features]
-        self._parameters, self._no_leaves = recipe.parameters, recipe.no_leaves()
-        self._in_backward = recipe.in_backward
+        self.recipe = recipe
         with library_words():
             slots, placement, popularity = recipe.decide_rows(world)
             engine = TableSettings(
                 slots=slots,
                 lookahead=settings.window,
                 prefetch=settings.prefetch,
-                policy=settings.policy_settings,
+                policy=Policy.of(settings),
                 reduction=settings.reduction,
                 seed=settings.seed or 0,
                 dtype=settings.dtype,
@@ -186,7 +176,7 @@ class CollectionTables:
     def take_update(self, recipe: Recipe) -> None:
         """From now on rows, which had no optimizer, are updated as `recipe` says, with new state;
         between two steps."""
-        self._let_go("giving them an optimizer")
+        self.let_go("giving them an optimizer")
         self.record_all()
         stores = self.engine.release()
         for store in stores:
@@ -194,16 +184,7 @@ class CollectionTables:
             if width:
                 store.add_state(width, recipe.update.initial_state(store.layout.dim))
         self._begin(recipe, stores)
-        self.show_leaves([])
-
-    def show_leaves(self, leaves: Sequence[Tensor]) -> None:
-        """Let the optimizer have these as parameters; [] where no step has any."""
-        self._parameters.show(leaves or self._no_leaves)
-
-    @property
-    def rows(self) -> list[GroupRows]:
-        """Slots and stores of every group."""
-        return self.engine.rows
+        self.recipe.show()
 
     @property
     def steps(self) -> int:
@@ -213,11 +194,7 @@ class CollectionTables:
     def _checked(self, batch: Batch) -> Batch:
         """`batch` with every id inside its table; DataError names the one that is not."""
         rows, names = zip(*((table.rows, table.name) for table in self._lookups), strict=True)
-        try:
-            ids = check_ids(batch.ids, rows, names, on_bad_id=self.settings.on_bad_id)
-        except DataError as error:  # where its samples lie among those of all ranks is not known
-            text = str(error).replace("of the global batch", "of this rank's batch")
-            raise DataError(text) from error
+        ids = check_ids(batch.ids, rows, names, on_bad_id=self.settings.on_bad_id)
         return replace(batch, ids=ids)
 
     # --- plans ------------------------------------------------------------------------------
@@ -243,7 +220,7 @@ class CollectionTables:
         ids, kept = (max(sizes) for sizes in zip(*together(self.world, lambda: first), strict=True))
         prefetch, steps = self.settings.prefetch, WINDOWS[0]
         # Where no window decides which rows leave, a deep one only keeps batches waiting.
-        if self.settings.policy_settings.uses_window:
+        if Policy.of(self.settings).uses_window:
             most = auto_lookahead(ids, prefetch)
             held = [w for w in WINDOWS if w <= most and kept * (w + prefetch + 1) <= KEPT_BYTES]
             steps = max(held, default=steps)
@@ -323,7 +300,7 @@ class CollectionTables:
         """The current step ends; PlanError if its gradients were neither applied nor dropped."""
         self._check_frozen()  # a step without any gradient has not asked
         step = self.current
-        if step is None or step.is_over:
+        if step is None or (step.leaves is None and not step.flight.spans):  # all is told
             self.current = None
             return
         if self.earlier.pending:
@@ -336,7 +313,7 @@ class CollectionTables:
         self._record(step.flight)
         if step.recorded:
             self.earlier.add(step)
-            self.show_leaves([])
+            self.recipe.show()
         else:
             step.close()
         self.current = None
@@ -366,7 +343,7 @@ class CollectionTables:
                 for gradient in all_of(sums):
                     gradient.mul_(1.0 / size)
             step.owners = [None] * len(engine.groups)
-            differ = len(self._parameters.groups) > 1
+            differ = len(self.recipe.parameters.groups) > 1
             for at, group in enumerate(engine.groups):
                 kinds = {(self.counts[table], table in step.frozen) for table in group.tables}
                 if step.trains[at] and (len(kinds) > 1 or (differ and len(group.tables) > 1)):
@@ -381,7 +358,7 @@ class CollectionTables:
 
     def summed(self) -> None:
         """The current step's gradients are summed: rows may be updated inside backward."""
-        if self._in_backward:
+        if self.recipe.in_backward:
             self.apply()
 
     @torch.no_grad()
@@ -407,14 +384,13 @@ class CollectionTables:
         engine, streams = self.engine, self.engine.streams
         kinds = [
             None if table in step.frozen else (update, self.counts[table] + 1)
-            for table, update in enumerate(self._parameters.updates(engine.update))
+            for table, update in enumerate(self.recipe.parameters.updates(engine.update))
         ]
         choices = [
             choices_of(owners, [kinds[table] for table in group.tables])
             for owners, group in zip(step.owners, engine.groups, strict=True)
         ]
         self._is_flushed = False
-        self._handed.clear()
         if on == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
@@ -507,9 +483,7 @@ class CollectionTables:
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
-        self._let_go()
-        self.whole.replace(parts, is_state)
-        self.engine.forget()
+        self.let_go().replace(parts, is_state)
         self._know([] if is_state else [index for index, *_ in parts])
 
     def saved(self, scratch: Path) -> dict[str, Any]:
@@ -530,8 +504,7 @@ class CollectionTables:
     @contextmanager
     def loading(self, scratch: Path) -> Iterator[dict[str, Any]]:
         """What `saved` gave, to be filled inside; between two steps."""
-        self._let_go()
-        self.engine.forget()
+        self.let_go()
         state = self.whole.state(scratch, filled=False)
         yield state
         self.whole.load(state)
@@ -539,19 +512,11 @@ class CollectionTables:
             self.whole.note_range(index, range(table.rows))
         self._know(range(len(self.tables)))
 
-    def fill(self, found: Mapping[int, Stored]) -> None:
-        """Let tables, by index, start from stored weights, see `WholeTables.fill`."""
-        self._let_go()
-        self.engine.forget()
-        for index, source in found.items():
-            self.whole.fill(index, source)
-
     def begin_anew(self, found: Mapping[int, tuple[np.ndarray, Tensor]]) -> None:
         """Let rows of tables, by index, be these: ids int64 `[n]` and weights `[n, D]`, with the
         state of new rows; between two steps. Raises NonFiniteLossError as `apply`."""
         self._judge(0)  # all other rows stay, and with them what is to be told of them
-        self._let_go("rows of evicted ids start anew")
-        self.engine.forget()
+        self.let_go("rows of evicted ids start anew")
         for index, rows in found.items():
             self.whole.begin_anew(index, *rows)
 
@@ -560,8 +525,9 @@ class CollectionTables:
         if self.earlier.pending:
             raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
 
-    def _let_go(self, work: str = "loading") -> None:
-        """Between two steps: bring all rows to the stores, and plan none ahead."""
+    def let_go(self, work: str = "loading") -> WholeTables:
+        """Between two steps: bring all rows to the stores, which may change, and plan none ahead:
+        the next step reads them anew."""
         self.require_between_steps(work)
         with suppress(NonFiniteLossError):
             self._judge(0)
@@ -571,6 +537,8 @@ class CollectionTables:
         self.earlier.forget()
         self.halt()
         self.flush()
+        self.engine.forget()
+        return self.whole
 
     # --- weights as parameters, see `embedding.weights` -----------------------------------------
 
@@ -588,23 +556,23 @@ class CollectionTables:
         return [rows.parameter() for rows in self._exposed]
 
     def read_weights(self) -> None:
-        """See `weights.Owner`."""
+        """Let the rows in host memory be those of the last step; called by all ranks."""
         if not self._is_flushed:
             self.meet("a table's weight", _ALL_ASK)
             self.flush()
 
     def begin_write(self) -> bool:
-        """See `weights.Owner`. Raises PlanError inside a step."""
+        """Before a weight is written; whether this rank writes, for all of its node. Called by all
+        ranks. Raises PlanError inside a step."""
         self.meet("writing a table's weight", _ALL_ASK)
         self._judge(0)
-        self._let_go("writing a weight")
+        self.let_go("writing a weight")
         return not self.world.local_rank
 
     def end_write(self, index: int) -> None:
-        """See `weights.Owner`."""
+        """Weights of table `index` were written; called by all ranks."""
         together(self.world, lambda: None)
         self.whole.note_range(index, range(self.tables[index].rows))
-        self.engine.forget()
 
     def look_at_weights(self) -> None:
         """Before rows are read: PlanError where weights were written unnoticed; local."""
@@ -621,35 +589,6 @@ class CollectionTables:
         for rows in self._exposed:
             if rows.index in tables:
                 rows.note()
-
-    @torch.inference_mode(False)
-    def hand_out(self, index: int, columns: slice | None) -> Tensor:
-        """Columns of a table's optimizer state, a view of the store, or, where None, its count of
-        steps: as of now, for whoever may copy other values into them before the next step."""
-        self.read_weights()
-        state = self.whole.local(index)[1]
-        if columns is None or state is None:
-            found = torch.tensor(self.counts[index])
-        else:
-            found = state.data[:, columns]  # with a count of changes of its own
-        self._handed.append((index, columns is None, found, found._version))
-        return found
-
-    def take_written(self) -> None:
-        """Notice what was copied into values of `hand_out`: rows are read anew. Raises PlanError
-        inside a step."""
-        if not self._handed:
-            return
-        written = [own for own in self._handed if own[2]._version != own[3]]
-        if not written:
-            return
-        self._let_go()
-        self._handed.clear()
-        self.engine.forget()
-        for index, is_count, value, _ in written:
-            self.whole.note_range(index, range(self.tables[index].rows))
-            if is_count:
-                self.counts[index] = int(value)
 
     # --- the end ----------------------------------------------------------------------------
 

@@ -81,10 +81,8 @@ def lookahead(
         )
     finders = _finders(ids, found)
 
-    def read(part: Iterable[T], own: CachedCollection) -> Reader[T]:
-        return Reader(part, own.reader, finders[own] or own.reader.find, accumulate)
-
-    return Lookahead(batches, found, read)
+    own = [(own._member, own.reader, finders[own] or own.reader.find) for own in found]
+    return Lookahead(batches, own, accumulate)
 
 
 def _collections(ebc: Any) -> list[CachedCollection]:
@@ -319,11 +317,12 @@ class Lookahead(Generic[T]):
     def __init__(
         self,
         batches: Iterable[T],
-        collections: Sequence[CachedCollection],
-        read: Callable[[Iterable[T], CachedCollection], Reader[T]],
+        collections: list[tuple[Membership, IdReader, Callable[[T], Any]]],
+        accumulate: int,
     ) -> None:
-        """`read`: begins to read batches for one of the collections."""
-        self._batches, self._collections, self._read = batches, collections, read
+        """`collections`: of each its membership, what reads its ids, and what finds them in a
+        batch; nothing here holds the collections themselves."""
+        self._batches, self._collections, self._accumulate = batches, collections, accumulate
         self._epochs: list[Epoch[T]] = []
         self._current: Iterator[T] | None = None
         self._had_batches = self._warned = False
@@ -344,14 +343,14 @@ class Lookahead(Generic[T]):
                 )
                 self._warned = True
         elif several:
-            world = self._collections[0].tables.world
+            world = self._collections[0][0].tables.world
             if world.backend == "nccl" and world.size > 1:
                 self._collections, several = self._collections[:1], False
         count = len(self._collections)
         parts = _shared(self._batches, count) if several else [self._batches]
         self._epochs = [
-            Epoch(self._read(part, own), own._member, self._had_batches)
-            for part, own in zip(parts, self._collections, strict=True)
+            Epoch(Reader(part, *how, self._accumulate), member, self._had_batches)
+            for part, (member, *how) in zip(parts, self._collections, strict=True)
         ]
         self._current = _in_step(self._epochs) if several else self._epochs[0]
         return self._current

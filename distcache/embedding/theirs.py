@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 
 try:
-    from torchrec.modules.embedding_configs import (
-        BaseEmbeddingConfig,
-        DataType,
-        EmbeddingBagConfig,
-        EmbeddingConfig,
-        PoolingType,
+    from torchrec.modules.embedding_configs import BaseEmbeddingConfig as BaseEmbeddingConfig
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig as EmbeddingBagConfig
+    from torchrec.modules.embedding_configs import EmbeddingConfig as EmbeddingConfig
+    from torchrec.modules.embedding_configs import PoolingType as PoolingType
+    from torchrec.modules.embedding_modules import (
+        EmbeddingBagCollectionInterface as EmbeddingBagCollectionInterface,
     )
     from torchrec.modules.embedding_modules import (
-        EmbeddingBagCollectionInterface,
-        EmbeddingCollectionInterface,
+        EmbeddingCollectionInterface as EmbeddingCollectionInterface,
     )
-    from torchrec.optim import RowWiseAdagrad, optimizers
-    from torchrec.optim.keyed import KeyedOptimizer
-    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from torchrec.optim import RowWiseAdagrad as RowWiseAdagrad
+    from torchrec.optim import optimizers as optimizers
+    from torchrec.optim.keyed import KeyedOptimizer as KeyedOptimizer
+    from torchrec.sparse.jagged_tensor import JaggedTensor as JaggedTensor
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
+    from torchrec.sparse.jagged_tensor import KeyedTensor as KeyedTensor
 except (ImportError, OSError, AttributeError):  # told to whoever asks for a collection
     if not TYPE_CHECKING:
 
@@ -30,24 +32,8 @@ except (ImportError, OSError, AttributeError):  # told to whoever asks for a col
             return type(name, (), {})
 
         BaseEmbeddingConfig = EmbeddingBagConfig = EmbeddingConfig = _nothing("Config")
-        DataType = PoolingType = SimpleNamespace(FP32=object(), SUM=object(), MEAN=object())
+        PoolingType = SimpleNamespace(SUM=object(), MEAN=object())
         EmbeddingBagCollectionInterface = EmbeddingCollectionInterface = torch.nn.Module
         RowWiseAdagrad, KeyedOptimizer = _nothing("RowWiseAdagrad"), torch.optim.Optimizer
         optimizers = SimpleNamespace(**{n: _nothing(n) for n in ("SGD", "Adagrad", "Adam")})
         JaggedTensor = KeyedJaggedTensor = KeyedTensor = _nothing("KeyedJaggedTensor")
-
-__all__ = [
-    "BaseEmbeddingConfig",
-    "DataType",
-    "EmbeddingBagCollectionInterface",
-    "EmbeddingBagConfig",
-    "EmbeddingCollectionInterface",
-    "EmbeddingConfig",
-    "JaggedTensor",
-    "KeyedJaggedTensor",
-    "KeyedOptimizer",
-    "KeyedTensor",
-    "PoolingType",
-    "RowWiseAdagrad",
-    "optimizers",
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distcache.embedding.ids import PlainTable
 from distcache.embedding.settings import Recipe
-from distcache.embedding.tensors import PlainTable
 from distcache.errors import PlanError
+
+if TYPE_CHECKING:
+    from distcache.embedding.step import CollectionTables
 
 # -----------------------------------------------------------------------------
 # Initial weights, from torch's generator.
@@ -23,13 +26,6 @@ from distcache.errors import PlanError
 DRAWN_BYTES = 256 << 20
 """Up to this size of its tables a collection with `init="auto"` has the initial rows, and leaves
 torch's generator, as TorchRec's does; drawing takes about a second there, and grows."""
-
-
-def draws(recipe: Recipe) -> bool:
-    """Whether initial rows come from torch's generator."""
-    own, specs, itemsize = recipe.settings, recipe.lookups.specs, torch.float32.itemsize
-    size = sum(spec.rows * spec.width(itemsize) for spec in specs) * itemsize
-    return own.init == "torch" or (own.init == "auto" and own.seed is None and size <= DRAWN_BYTES)
 
 
 @torch.no_grad()
@@ -43,18 +39,16 @@ def draw_weights(
     then lets each config's `init_fn` fill the weights: table by table, or, if bags come out, after
     all are made. `again`: as `reset_parameters`, by the `init_fn`s alone, of the weights `before`.
     """
-    if recipe.device.type == "meta" or not draws(recipe):
+    how, itemsize = recipe.settings, torch.float32.itemsize
+    size = sum(spec.rows * spec.width(itemsize) for spec in recipe.lookups.specs) * itemsize
+    by_itself = how.init == "auto" and how.seed is None and size <= DRAWN_BYTES
+    if recipe.device.type == "meta" or not (how.init == "torch" or by_itself):
         return None
-    where = recipe.device
-    if before is None:
-        given = [getattr(own, "dtype", torch.float32) for own in recipe.configs]
-        pairs = zip(recipe.lookups.specs, given, strict=True)
-        sizes = ((s.rows, s.dim, s.dtype or kind) for s, kind in pairs)
-        before = [torch.empty(*size, dtype=own, device="meta") for *size, own in sizes]
     found: list[Tensor] = []
-    for weight, config in zip(before, recipe.configs, strict=True):
-        on_meta = weight.is_meta
-        found.append(torch.empty_like(weight, device=where) if on_meta else weight.to(where))
+    for at, (spec, config) in enumerate(zip(recipe.lookups.specs, recipe.configs, strict=True)):
+        dtype, size = spec.dtype or getattr(config, "dtype", torch.float32), (spec.rows, spec.dim)
+        own = before[at] if before else torch.empty(size, dtype=dtype, device=recipe.device)
+        found.append(own.to(recipe.device))
         if not (again or isinstance(config, PlainTable)):
             nn.init.normal_(found[-1])
         if not recipe.pooled and config.init_fn is not None:
@@ -71,25 +65,12 @@ def draw_weights(
 # and plans ahead: the next step reads what was written.
 
 
-class Owner(Protocol):
-    """Whose rows they are: `step.CollectionTables`; all of it is called by all ranks."""
-
-    def read_weights(self) -> None:
-        """Let the rows in host memory be those of the last step."""
-
-    def begin_write(self) -> bool:
-        """Before a weight is written; whether this rank writes, for all of its node."""
-
-    def end_write(self, index: int) -> None:
-        """Weights of table `index` were written."""
-
-
 class TableRows:
     """The rows of table `index` as `TableWeight` and its views have them; holds no tables."""
 
-    def __init__(self, tables: Owner, index: int, rows: Tensor) -> None:
+    def __init__(self, tables: CollectionTables, index: int, rows: Tensor) -> None:
         """`rows` `[rows, D]`, a view of the store."""
-        self._tables, self.index = weakref.ref(tables), index
+        self.tables, self.index = weakref.ref(tables), index
         self._plain = rows.data  # with a count of changes of its own
         self._seen = self._plain._version
         self._memory = range(rows.data_ptr(), rows.data_ptr() + rows.nbytes)
@@ -100,11 +81,6 @@ class TableRows:
         weight._at, weight._is_param = self, True
         weight.register_hook(_refuse)
         return weight
-
-    @property
-    def tables(self) -> Owner | None:
-        """Whose they are; None once these are gone."""
-        return self._tables()
 
     def shares(self, tensor: Any) -> bool:
         """Whether a tensor lies in the memory of these rows."""
@@ -155,8 +131,8 @@ class TableWeight(Tensor):
             if func == Tensor.data.__set__:
                 func, args = Tensor.copy_, (args[0].detach(), args[1])
             for own in rows:
-                if own.tables is not None:
-                    own.tables.read_weights()
+                if (tables := own.tables()) is not None:
+                    tables.read_weights()
             with _Writes(rows):
                 result = func(*args, **kwargs)
             if isinstance(result, np.ndarray):
@@ -218,14 +194,15 @@ class _Writes(TorchDispatchMode):
 
     def _begin(self, own: TableRows) -> bool:
         if own not in self._written:
-            self._written[own] = own.tables is None or own.tables.begin_write()
+            tables = own.tables()
+            self._written[own] = tables is None or tables.begin_write()
         return self._written[own]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         for own in self._written:
-            if own.tables is not None:
-                own.tables.end_write(own.index)
+            if (tables := own.tables()) is not None:
+                tables.end_write(own.index)
             own.note()
 
 

@@ -325,8 +325,6 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"on_nonfinite": "ignore"}, "on_nonfinite=ignore"),
         ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
         ({"device": "mps"}, "device=mps"),
-        ({"order": "popularity"}, r"order='popularity': this setting went, for .* leave it out"),
-        ({"admission": True}, r"admission=True: this setting went, for .* leave it out"),
         ({"objective": "time"}, "objective='time': no such setting"),
         ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
         ({"split": {"t9": 3}}, r"^split: t9=3 names no table: choose from t0, t1, t2"),
@@ -507,16 +505,16 @@ def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     state = adam.optimizer.state_dict()
     assert set(state["state"]["t0"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert state["param_groups"][0]["params"] == ["t0", "t1", "t2", "t3"]
-    with pytest.raises(ConfigError, match=r"t0.*exp_avg.*Adagrad keeps \['step', 'sum'\]"):
+    with pytest.raises(ConfigError, match=r"t0.*exp_avg.*Adagrad keeps \{'sum': .*`step`"):
         adagrad.optimizer.load_state_dict(state)
     by_table = cached("by table", rows=200)
     with pytest.raises(ConfigError, match=r"1 param_groups, but this .* has 4: one for each"):
         by_table.optimizer.load_state_dict(state)
     own = saved(adagrad.optimizer.state_dict())
     own["state"]["t1"]["sum"] = torch.zeros(3, 8)
-    with pytest.raises(ConfigError, match=r"t1\.sum: shape \(3, 8\), must be \(60, 8\)"):
+    with pytest.raises(ConfigError, match=r"'t1': .*\(3, 8\).* keeps .*\(60, 8\)"):
         adagrad.optimizer.load_state_dict(own)
-    with pytest.raises(ConfigError, match=r"\['sum'\], but Adagrad keeps \['step', 'sum'\]"):
+    with pytest.raises(ConfigError, match=r"'t0': .* but Adagrad keeps .*, and `step`"):
         del own["state"]["t0"]["step"]
         adagrad.optimizer.load_state_dict(own)
     del own["state"]["t1"]

@@ -359,7 +359,7 @@ def test_the_first_use_may_be_in_inference_mode() -> None:
     with torch.inference_mode():
         weight = views(ebc)["t1"].weight
         weight.fill_(0.25)
-        state = next(iter(ebc.optimizer.state.values()))["exp_avg"]
+        state = next(iter(ebc.optimizer.state.values()))["exp_avg"].state_dict()
         loss_of(model, draw(3))
     views(twin)["t1"].weight.data.fill_(0.25)
     for own, of in ((ebc, model), (twin, other)):

@@ -381,7 +381,7 @@ def test_halves_take_half_of_the_memory() -> None:
     for data_type in dtypes:
         how = {"rows": None, "bytes": 100 * 8 * 4}
         ebc = cached("sgd", [replace(table, data_type=data_type)], **how)
-        (rows,) = ebc.tables.rows
+        (rows,) = ebc.tables.engine.rows
         bytes_of.append((rows.cache.slots, rows.cache.device_bytes, rows.store.nbytes))
     assert bytes_of == [(200, 3200, 16000), (100, 3200, 32000)]
 

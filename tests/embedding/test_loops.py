@@ -463,7 +463,7 @@ def test_a_frozen_collection_is_left_as_it_is(way: str) -> None:
         ebc.step()  # nothing to do, with a backward or without
     assert_same(tables_of(weights_of(model)), before)
     assert ebc.tables.steps == 3 and list(model.state_dict()) == keys
-    assert not any(rows.cache.dirty.any() for rows in ebc.tables.rows)
+    assert not any(rows.cache.dirty.any() for rows in ebc.tables.engine.rows)
     assert written_back(ebc.tables) == moved, "a frozen row is not dirty"
     WAYS[way](ebc, model, True)
     for parameter in model.parameters():

@@ -245,7 +245,7 @@ def walk(rank: int, size: int, settings: dict) -> list[dict]:
             cached("adam", tables=tables(), rows=r, timeout_s=60, **settings) for r in (270, 240)
         )
         assert first.tables.world.nodes.sizes == sizes
-        bytes_here = sum(rows.store.nbytes for rows in first.tables.rows)
+        bytes_here = sum(rows.store.nbytes for rows in first.tables.engine.rows)
         start = everything(first)
         steps(first, data[:5])
         second.load_state_dict(copy.deepcopy(first.state_dict()))
