@@ -181,8 +181,7 @@ def build_dense(config: Config, tables: Sequence[TableSpec], dense_features: int
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
     """The settings of group `optim` that every mode takes."""
-    own = {field.name: getattr(config.optim, field.name) for field in fields(OptimizerSpec)}
-    return OptimizerSpec(**own | {"betas": tuple(config.optim.betas)})
+    return _settings(OptimizerSpec, config.optim, {"betas": tuple(config.optim.betas)})
 
 
 def build_rates(config: Config) -> Callable[[int], tuple[float, float]]:
