@@ -69,7 +69,7 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
         try:
             with (
                 scratch(world, options.folder) as home,
-                file_world(world, identity.numbers) as files,
+                file_world(world, identity.most_bytes) as files,
             ):
                 records = rates(Files(mode, files, home, header, identity), options.repetitions)
                 if world.size == 1:
@@ -227,7 +227,7 @@ def beside(
         saver.write(TrainerState(done[-1] + 1), {})
         pauses.append(1e3 * (time.perf_counter() - began))
         found = [step()]
-        while saver.asks(False) & BUSY:
+        while saver.asks(1)[0] & BUSY:
             found.append(step())
         writes.append(time.perf_counter() - began)
         return found

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import signal
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -33,12 +30,13 @@ from distcache.config.checks import refuse_if
 from distcache.config.keys import own_keys
 from distcache.config.tree import Config
 from distcache.data.files import read_json, write_json
+from distcache.parallel.base import tf32
 from distcache.train import in_world, launch
 from distcache.trainer import build
-from distcache.trainer.checkpoint import TrainerState
-from distcache.trainer.record import EvalResult, Evaluation, Progress
-from distcache.trainer.schedule import Schedule, make_schedule
-from distcache.trainer.trainer import Loop, Outcome, Run, find_start, identity_of
+from distcache.trainer.checkpoint import file_world, load
+from distcache.trainer.record import Evaluation
+from distcache.trainer.schedule import make_schedule
+from distcache.trainer.trainer import find_starts, identity_of
 
 log = logging.getLogger("distcache.evaluate")
 
@@ -94,8 +92,7 @@ def config_of(line: Line[EvaluateConfig]) -> str:
             setattr(getattr(config, section), name, getattr(getattr(own, section), name))
         elif hasattr(config, section):  # a group
             setattr(config, section, getattr(own, section))
-    config.run.dir, config.run.save, config.run.digest = str(folder), False, "false"
-    config.trainer.trace = False
+    config.run.dir = str(folder)
     config.trainer.resume, config.trainer.resume_data = str(path), "any"
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
@@ -113,53 +110,32 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
         build.verify_files(source.files.files, world, run_dir)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
+    wanted = config.trainer.eval_steps or source.eval_batches or 0
+    schedule = make_schedule(source, 0, 0, None, wanted)  # nothing but one evaluation
+    none = "no batches are held out: give data.held_out, data.held_out_path or, for data without "
+    refuse_if(not schedule.eval_batches, f"{none}an end, trainer.eval_steps")
     # Nothing goes on here that depends on the number of ranks: that of the run is as good as any.
     was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
     identity = identity_of(config, world, source, tables)
     identity = replace(identity, world_size=was["world_size"])
-    start = find_start(config, world, run_dir, identity)
+    start = next(find_starts(config, world, run_dir, identity))
     mode = build.build_parallel(config, world, tables, model, source)
-    take = None if predictions is None else partial(write_predictions, predictions)
-    run = EvaluationRun(config, world, run_dir, source, tables, mode, start, take=take)
-    summary = run.go(build.build_rates(config)).summary
+    mode.scratch = run_dir
+    found = Evaluation(None if predictions is None else partial(write_predictions, predictions))
+    try:
+        with file_world(world, identity.most_bytes) as files:
+            load(start, mode, files)
+        with tf32(config.trainer.tf32):
+            for step in mode.stream(schedule.batches(source, world.rank, world.size)):
+                found.add(mode.eval_step(step), step.batch.labels)
+        result = found.finish(world)
+    finally:
+        mode.close()
     if world.is_first:
         step = start.state.step
-        log.info("%s, step %s: %s", config.trainer.resume, f"{step:,}", EvalResult(**summary))
+        log.info("%s, step %s: %s", config.trainer.resume, f"{step:,}", result)
         if metrics is not None:
-            write_json(metrics, {"step": step} | summary)
-
-
-@dataclass(frozen=True)
-class EvaluationRun(Run):
-    """A run that resumes and evaluates once, and neither trains nor leaves anything; `take` gets
-    all logits and labels."""
-
-    take: Callable[[np.ndarray, np.ndarray], None] | None = field(default=None, kw_only=True)
-
-    def schedule(self, start: TrainerState) -> Schedule:
-        """See `Run.schedule`: one evaluation."""
-        want = self.config.trainer.eval_steps or self.source.eval_batches or 0
-        found = make_schedule(self.source, start.step, start.step, None, want)
-        none = (
-            "no batches are held out: give data.held_out, data.held_out_path or, for data without "
-        )
-        refuse_if(not found.eval_batches, f"{none}an end, trainer.eval_steps")
-        return found
-
-    def walk(self, loop: Loop) -> Outcome:
-        """See `Run.walk`. Nothing is to be saved, so a stop ends the process."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        loop.evaluation = Evaluation(self.take)
-        return super().walk(loop)
-
-    def progress(self, schedule: Schedule) -> Progress:
-        """See `Run.progress`: none."""
-        return Progress(None, schedule, 1)
-
-    def summarise(self, start: TrainerState, outcome: Outcome, *_: Any) -> dict[str, Any]:
-        """See `Run.summarise`: the metrics."""
-        return asdict(outcome.evaluation or EvalResult(None, None, None, 0))
+            write_json(metrics, {"step": step} | asdict(result))
 
 
 def check_outputs(predictions: Path | None, metrics: Path | None) -> None:

@@ -28,9 +28,7 @@ class ExportConfig:
     output: str = option("", "folder of the files, one for each table")
     format: str = option("safetensors", "safetensors, or parquet: columns id and vector")
     tables: list[str] = option([], "names of tables; none: all")
-    rows: str = option(
-        "", "parquet: which rows of the one table; a file with one id a line, or Parquet with id"
-    )
+    rows: str = option("", "parquet: which rows of the one table; a file with one id a line")
     since: str = option(
         "",
         "parquet: only rows that differ from those of this older checkpoint, or, where resume "

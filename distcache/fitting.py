@@ -30,7 +30,7 @@ from distcache.trainer.checkpoint import RunIdentity, Start, TrainerState, check
 from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
-from distcache.trainer.trainer import Loop, Outcome, Run, TrainResult, find_start, identity_of
+from distcache.trainer.trainer import Loop, Run, TrainResult, find_starts, identity_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +153,11 @@ class OwnRun(Run):
         want = self.config.trainer
         return Schedule(start.step, want.steps, want.eval_every, self.eval_count)
 
-    def walk(self, loop: Loop) -> Outcome:
+    def walk(self, loop: Loop) -> None:
         """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
+        outcome = loop.outcome
         try:
-            outcome = loop.run(self._batches(loop.schedule))
+            loop.run(self._batches(loop.schedule))
         except StepTooLargeError as error:  # the loaders say how large a batch is, not a key
             error.reword({_BATCH: "the batch size of your loaders"})
             raise
@@ -167,7 +168,6 @@ class OwnRun(Run):
         late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
         if late and not stopped:
             loop.run(self._evaluation(self._width()))
-        return outcome
 
     def _refuse_empty(self) -> NoReturn:
         """Raise DataError for a run without a batch. Collective."""
@@ -449,14 +449,15 @@ def fit(
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
-        start = find_start(config, own_world, run_dir, replace(identity, global_batch_size=0))
+        starts = find_starts(config, own_world, run_dir, replace(identity, global_batch_size=0))
+        begin = next(starts), starts
         if opens_window(config) or parallel == "hybrid":  # whose kernels are made for weights
             ids, weighted = zip(*together(own_world, train.first_look), strict=True)
             source = replace(source, ids_per_step=max(ids))
             config.data.weighted = any(weighted)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
-            config, own_world, run_dir, source, specs, mode, start,
+            config, own_world, run_dir, source, specs, mode, begin,
             train=train, evaluate=eval_loader, eval_count=count, eval_draws=eval_draws,
         )  # fmt: skip
         result = run.go(build.build_rates(config))

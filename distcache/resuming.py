@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -23,15 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from distcache.comm.link import agree_on, on_first, together
-from distcache.comm.rendezvous import meet
-from distcache.comm.world import World, close_world, current_world, has_group, require_group
+from distcache.comm.world import World
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
 from distcache.embedding.collection import CachedCollection
@@ -57,12 +55,6 @@ _LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+|\.manifest")
 
 _ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
 
-_TIMEOUT_S = 300.0
-"""How long ranks without a collection, whose `timeout_s` it would be, wait for each other."""
-
-_SHOWN = 3
-"""Differences that an error names."""
-
 
 def save(
     path: str | PathLike[str],
@@ -75,8 +67,8 @@ def save(
     """Write a checkpoint of a training loop between two steps; called by all ranks.
 
     `path`: a folder of its own for each checkpoint, such as `checkpoints/step_00001000`; `model`:
-    with any cached collections, whose tables and optimizers are saved along, or none, DDP around it
-    or not; `optimizers`: of the dense part; `step`: how many are done; `extra`: whatever else the
+    with its cached collections, whose tables and optimizers are saved along, DDP around it or not;
+    `optimizers`: of the dense part; `step`: how many are done; `extra`: whatever else the
     loop goes on from, each rank's own (states of schedulers, scalers, generators, the position of
     a loader): numbers, texts, tensors, and lists and dictionaries of these; arrays come back as
     tensors. Random states of torch, Python and NumPy are saved too. A look-ahead may be open: then
@@ -95,7 +87,7 @@ def save(
         on_first(world, lambda: _require_free(folder))
         make_room(world, folder)
         try:
-            values = loop.tables(folder.parent)
+            values = loop.tables(lambda tables: tables.saved(folder.parent))  # after a flush
         except BaseException:
             if world.is_first:
                 remove(folder)
@@ -142,11 +134,15 @@ def load(
             own.update(_read_own(readers[0], world, told["ranks"]))
 
         together(world, read)
-        loop.fill(readers[0], world, folder.parent)
+        others = [n for n in readers[0].values.state_dict_metadata if not n.startswith(TABLES)]
+        with ExitStack() as stack:
+            of = loop.tables(lambda own: stack.enter_context(own.loading(folder.parent)))
+            fill(readers[0], of, others, world)
         loop.take(own)
         if world.is_first:
             logger.info("going on at step %s from %s", f"{manifest.header['step']:,}", folder)
-        return manifest.header["step"], _named(own, "extra.")
+        extra = {k.removeprefix("extra."): v for k, v in own.items() if k.startswith("extra.")}
+        return manifest.header["step"], extra
 
 
 # -----------------------------------------------------------------------------
@@ -172,6 +168,8 @@ class _Loop:
         self._collections = {  # their tables once, without those that copies read
             name: m for name, m in self._found.items() if first[m._member] == name
         }
+        if not self._collections:
+            raise ConfigError("the model has no cached tables: torch.save is enough for it")
         optimizers = [own.dense if isinstance(own, RowsAndDense) else own for own in optimizers]
         for at, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
@@ -188,42 +186,24 @@ class _Loop:
     def joined(self, asked: str, limit_s: float | None = None) -> Iterator[World]:
         """The ranks, whose main threads meet; PeerError on rank 0 where it is alone for `limit_s`
         seconds, a collection's `timeout_s` at most."""
-        members = [collection._member for collection in self._collections.values()]
-        if members:
-            members[0].meet(asked, _ON_ALL, limit_s)
-            all_tables = [collection.tables for collection in self._collections.values()]
-            numbers = sum(table.rows * table.dim for own in all_tables for table in own.tables)
-            with library_words(), file_world(all_tables[0].world, numbers) as files:
-                yield files
-            return
-        require_group(asked)
-        if has_group():
-            store = dist.PrefixStore("distcache/loop", dist.distributed_c10d._get_default_store())
-            place = dist.get_rank(), dist.get_world_size()
-            limit_s = embedding_step.ALONE_S if limit_s is None else min(limit_s, _TIMEOUT_S)
-            meet(store, *place, limit_s, asked, _ON_ALL)
-        world = current_world(torch.device("cpu"))
-        try:
-            yield world
-        except BaseException:
-            close_world(world, orderly=False)
-            raise
-        close_world(world)
+        collections = list(self._collections.values())
+        collections[0]._member.meet(asked, _ON_ALL, limit_s)
+        tables = [table for one in collections for table in one.tables.tables]
+        nbytes = sum(24 * table.rows * table.dim for table in tables)
+        with library_words(), file_world(collections[0].tables.world, nbytes) as files:
+            yield files
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """The model's `state_dict` is meanwhile that of the dense part."""
+    def _dense(self, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`state_dict` of the model's dense part, which takes those values first."""
         for collection in self._found.values():
             collection.is_aside = True
         try:
-            yield
+            if taken is not None:
+                self._model.load_state_dict(taken)
+            return self._model.state_dict()
         finally:
             for collection in self._found.values():
                 collection.is_aside = False
-
-    def _dense(self) -> dict[str, Any]:
-        with self._aside():
-            return self._model.state_dict()
 
     def described(self) -> dict[str, str]:
         """What a checkpoint and a loop have in common, in words."""
@@ -267,26 +247,20 @@ class _Loop:
             found[f"extra.{key}"] = _packed(f"extra[{key!r}]", value)
         return found
 
-    def tables(self, scratch: Path) -> dict[str, Tensor]:
-        """Whole tables and their optimizer state, after a flush; by all ranks."""
+    def tables(
+        self, of: Callable[[embedding_step.CollectionTables], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """The values that `of` gives of each collection's tables, by their names in the model."""
         found: dict[str, Tensor] = {}
         for path, collection in self._collections.items():
-            found |= _within(path, collection.tables.saved(scratch))
+            under = f"{TABLES}{path}." if path else TABLES
+            values = of(collection.tables)
+            found |= {under + name.removeprefix(TABLES): own for name, own in values.items()}
         return found
-
-    def fill(self, reader: BlockReader, world: World, scratch: Path) -> None:
-        """Read the tables; by all ranks."""
-        values: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            for path, collection in self._collections.items():
-                values |= _within(path, stack.enter_context(collection.tables.loading(scratch)))
-            stored = reader.values.state_dict_metadata
-            fill(reader, values, [name for name in stored if not name.startswith(TABLES)], world)
 
     def take(self, own: Mapping[str, Any]) -> None:
         """Take what `own_values` gave, but `extra`."""
-        with self._aside():
-            self._model.load_state_dict(own["dense"])
+        self._dense(own["dense"])
         for path, collection in self._collections.items():
             found, tables = own[f"rows.{path}"], collection.tables
             tables.counts = [found["steps"][table.name] for table in tables.tables]
@@ -297,17 +271,6 @@ class _Loop:
             optimizer.load_state_dict(own[f"optimizer.{at}"])
         if "random" in own:
             _set_random_state(own["random"])
-
-
-def _within(path: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of a collection's tables, by their names in the model."""
-    under = f"{TABLES}{path}." if path else TABLES
-    return {under + name.removeprefix(TABLES): value for name, value in values.items()}
-
-
-def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The values of a kind, by the rest of their names."""
-    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
 
 def _packed(what: str, value: Any) -> Tensor:
@@ -364,15 +327,16 @@ def _require_free(folder: Path) -> None:
 
 
 def _find(path: Path, missing_ok: bool) -> Path | None:
-    folders = finished(path)
+    if folders := finished(path):
+        return folders[0]
     others = sorted(own.parent.name for own in path.glob(f"*/{MANIFEST}"))
-    if not folders and (others or not missing_ok):
-        names = f" as step_<number>, but {', '.join(others[:8])}" if others else ""
-        raise ConfigError(
-            f"{path} holds no complete checkpoint{names}: give what distcache.save was given, or "
-            "the folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
-        )
-    return folders[0] if folders else None
+    if missing_ok and not others:
+        return None
+    names = f" as step_<number>, but {', '.join(others[:8])}" if others else ""
+    raise ConfigError(
+        f"{path} holds no complete checkpoint{names}: give what distcache.save was given, or "
+        "the folder that has it as step_<number>; missing_ok=True begins at step 0 without one"
+    )
 
 
 def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[str, Any]:
@@ -384,10 +348,9 @@ def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[s
             "with by `trainer.resume`, another version's by that version"
         )
     if wrong := differences(told["like"], now, "not there"):
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
-            f"{folder} is a checkpoint of another loop: {'; '.join(wrong[:_SHOWN])}{more}. Make "
-            "the model and optimizers as they were"
+            f"{folder} is a checkpoint of another loop: {wrong}. Make the model and optimizers as "
+            "they were"
         )
     return told
 

@@ -38,7 +38,7 @@ class Plain:
 def save(folder: Path, mode: Any, identity: RunIdentity, state: TrainerState, world: World) -> None:
     """Write a checkpoint of `mode`; by all ranks."""
     header = {"run": asdict(identity)} | state.header()
-    with file_world(world, identity.numbers) as files:
+    with file_world(world, identity.most_bytes) as files:
         checkpoint.make_room(files, folder)
         checkpoint.save(folder, checkpoint.captured(mode, {}, False), header, files)
 
@@ -47,7 +47,7 @@ def resume(
     path: Path, mode: Any, identity: RunIdentity, world: World, same_data: bool = True
 ) -> TrainerState:
     """Compare, then load, as a run does; the state of training."""
-    with file_world(world, identity.numbers) as files:
+    with file_world(world, identity.most_bytes) as files:
         start = checkpoint.compare(checkpoint.find(path), identity, files, same_data)
         checkpoint.load(start, mode, files)
     return start.state

@@ -215,8 +215,10 @@ class DirectRows:
         self._registered: list[Tensor] = []
         self._events: dict[int, torch.cuda.Event] = {}  # after what each stream was last given
         held = self._tables, self._registered, self._events
-        self._release = weakref.finalize(self, _let_go, *held)
-        self._release.atexit = False  # the driver is gone by then, and so is what it had locked
+        self.close = weakref.finalize(self, _let_go, *held)
+        """Lets go of the memory once the device is through with it; may be called twice. Where the
+        device is not, after a few seconds, the memory stays locked, with a warning."""
+        self.close.atexit = False  # the driver is gone by then, and so is what it had locked
         if device.type == "cuda":
             ops.copy_kernel()  # whether there is one
             self._register()
@@ -266,13 +268,6 @@ class DirectRows:
     def marks(self) -> list[Mark]:
         """The last reads and writes, of each stream that they were on."""
         return [Mark(event) for event in self._events.values()]
-
-    def close(self) -> None:
-        """Let go of the memory once the device is through with it; safe to call twice.
-
-        Where the device is not, after a few seconds, the memory stays locked, with a warning.
-        """
-        self._release()
 
     def _read(self, table: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), table.shape[1], dtype=table.dtype, device=self.device)

@@ -149,22 +149,16 @@ def _write_parquet(file: BinaryIO, table: Stored, ids: np.ndarray | None) -> Non
 
 
 def read_ids(path: Path, rows: int) -> np.ndarray:
-    """The ids that a file names, int64, ascending and distinct: one a line, or column `id` of
-    Parquet. Raises DataError for what is no id of a table of `rows` rows."""
+    """The ids that a text file names, one a line, int64, ascending and distinct. Raises DataError
+    for what is no id of a table of `rows` rows."""
     try:
-        if (data := path.read_bytes())[:4] == b"PAR1":
-            from pyarrow import parquet
-
-            found = parquet.read_table(path, columns=["id"])["id"].to_numpy()
-        else:
-            found = np.array([int(line) for line in data.split()], np.int64)
-        ids = np.unique(found.astype(np.int64, casting="safe"))
+        ids = np.unique(np.array([int(line) for line in path.read_bytes().split()], np.int64))
         if len(ids) and not 0 <= ids[0] <= ids[-1] < rows:
             raise ValueError(f"it names {ids[0]} to {ids[-1]}")
-    except (OSError, ArithmeticError, ValueError, TypeError, LookupError, ImportError) as error:
+    except (OSError, ArithmeticError, ValueError) as error:
         raise DataError(
             f"rows={path} cannot be used ({error}): give a text file with one id, 0 to "
-            f"{rows - 1}, a line, or Parquet with a column id"
+            f"{rows - 1}, a line"
         ) from error
     return ids
 

@@ -31,6 +31,7 @@ from distcache.optim import LearningRate, RowUpdate, row_update
 from distcache.parallel.base import Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
+from distcache.trainer.checkpoint import file_world
 from distcache.trainer.plan_cache import (
     plan_cache,
     request_of,
@@ -103,42 +104,33 @@ def build_source(config: Config) -> BatchSource:
 DATA_FILES = "data_files.json"
 """In a run folder: bytes and digest of each file of the data, by its absolute path."""
 
-PIECE_BYTES = 64 << 20
-"""Of a file whose content is compared: what one rank reads at a time."""
-
 
 def verify_files(
     files: Sequence[InputFile], world: World, folder: Path, earlier: Path | None = None
 ) -> None:
     """Compare the content of `files` with what `DATA_FILES` of `folder`, or of the run folder in
     which the checkpoint `earlier` lies, says of them, and write that of `folder`. Called by all
-    ranks: those of a node read all of its files, piece by piece in turns. Raises DataError for a
-    file that is not as it was, or differs between nodes."""
+    ranks: those of a node share its files. Raises DataError for a file that is not as it was, or
+    differs between nodes."""
 
-    def read(at: int, start: int) -> str:
-        with files[at].open() as stream:
-            stream.seek(start)
-            digest = hashlib.blake2b(stream.read(PIECE_BYTES), digest_size=32).hexdigest()
-            files[at].check_unchanged(stream)
-        return digest
+    def read() -> dict[int, str]:
+        found = dict[int, str]()
+        for at in range(world.local_rank, len(files), world.local_size):
+            with files[at].open() as stream:
+                found[at] = hashlib.file_digest(stream, "blake2b").hexdigest()
+                files[at].check_unchanged(stream)
+        return found
 
     agree_on(world, {f"bytes of {file.path}": file.bytes for file in files})
-    pieces = [(at, start) for at, f in enumerate(files) for start in range(0, f.bytes, PIECE_BYTES)]
-    digests = [hashlib.blake2b(digest_size=32) for _ in files]
-    width = min(world.nodes.sizes)  # as many ranks read on each node
-    for first in range(0, len(pieces), width):
-        turn = pieces[first : first + width]
-        own = turn[world.local_rank : world.local_rank + 1]
-        found = together(world, lambda own=own: {piece: read(*piece) for piece in own})
-        for piece in turn:
-            seen = {part[piece] for part in found if piece in part}
-            if len(seen) > 1:
-                raise DataError(f"{files[piece[0]].path} is not the same file on all nodes")
-            digests[piece[0]].update(seen.pop().encode())
+    with file_world(world, sum(file.bytes for file in files)) as patient:
+        found = together(patient, read)
+    seen = [{part[at] for part in found if at in part} for at in range(len(files))]
+    if differ := [file.path for file, own in zip(files, seen, strict=True) if len(own) > 1]:
+        raise DataError(f"{differ[0]} is not the same file on all nodes")
 
     def compare() -> None:
-        pairs = zip(files, digests, strict=True)
-        now = {str(f.path.absolute()): [f.bytes, digest.hexdigest()] for f, digest in pairs}
+        pairs = zip(files, seen, strict=True)
+        now = {str(file.path.absolute()): [file.bytes, *own] for file, own in pairs}
         known: dict[str, list] = {}
         for place in (folder, *([] if earlier is None else [earlier, *earlier.parents[:2]])):
             was = read_json(place / DATA_FILES) or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -10,7 +9,7 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
@@ -99,7 +98,7 @@ def check_run_folder(world: World, folder: Path, needed_by: str | None) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Planners for `torch.distributed.checkpoint`: big tensors in blocks, nothing left unread.
+# How `torch.distributed.checkpoint` writes: big tensors in blocks.
 
 BLOCK_BYTES = 16 << 20
 """About how many bytes one block of a table has in a checkpoint: few enough that the allocator
@@ -109,6 +108,10 @@ checksum."""
 _REST = 4.0
 """Beside training a block that took t seconds of a core is followed by so many times t of rest: it
 shares caches and memory with training, also where a core is free for it."""
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, ChangedRows)
+"""What is written in blocks: no DTensor, no ShardedTensor."""
 
 
 class BlockSavePlanner(DefaultSavePlanner):
@@ -127,30 +130,25 @@ class BlockSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> planner.SavePlan:
         """The default plan with every big plain tensor split into blocks."""
-        plan = super().create_local_plan()
-        items = [block for item in plan.items for block in self._split(item)]
-        self.plan = dataclasses.replace(plan, items=items)
+        plan, items = super().create_local_plan(), list[planner.WriteItem]()
+        for item in plan.items:
+            is_plain = type(self.state_dict[item.index.fqn]) in _PLAIN
+            items += split(item, BLOCK_BYTES) if is_plain else [item]
+        self.plan = replace(plan, items=items)
         return self.plan
-
-    def _split(self, item: planner.WriteItem) -> Iterable[planner.WriteItem]:
-        # No DTensor, no ShardedTensor.
-        plain = type(self.state_dict[item.index.fqn]) in (Tensor, torch.nn.Parameter, ChangedRows)
-        return split(item, BLOCK_BYTES) if plain else [item]
 
     def resolve_data(self, write_item: planner.WriteItem) -> Any:
         """The rows of one block, or what the default planner says."""
         name, data = write_item.index.fqn, write_item.tensor_data
         value, of = self.state_dict[name], name if name.startswith(TABLES) else None
-        plain = type(value) in (Tensor, torch.nn.Parameter) and data is not None
-        if isinstance(value, ChangedRows) and data is not None:
-            start = data.chunk.offsets[0] - value.first
-            of, ids = value.of, value.ids[start : start + data.chunk.sizes[0]]
-            value = value.read(ids)
-        elif plain and data.chunk.sizes:
-            start, count = data.chunk.offsets[0], data.chunk.sizes[0]
-            ids, value = np.arange(start, start + count), value.detach().narrow(0, start, count)
-        else:
+        if type(value) not in _PLAIN or data is None or not data.chunk.sizes:
             return super().resolve_data(write_item)
+        start, count = data.chunk.offsets[0], data.chunk.sizes[0]
+        if isinstance(value, ChangedRows):
+            of, ids = value.of, value.ids[start - value.first :][:count]
+            value = value.read(ids)
+        else:
+            ids, value = np.arange(start, start + count), value.detach().narrow(0, start, count)
         if self._snapshot is None or of is None:
             return value
         self._snapshot.hurry.wait(_REST * (time.thread_time() - self._used))
@@ -178,45 +176,8 @@ def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteIt
         )
 
 
-class CompleteLoadPlanner(DefaultLoadPlanner):
-    """Refuses to load when the checkpoint holds a value that no rank asks for, but its header.
-
-    The default planner refuses the reverse, a value asked for that is not there. Ranks may ask
-    for different values: those that share memory need to read it only once.
-    """
-
-    def __init__(self, known: Collection[str]) -> None:
-        """`known`: values that some rank has otherwise."""
-        super().__init__()
-        self._known = {*known, TRAINER_KEY}
-
-    def create_global_plan(self, global_plan: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
-        """Raises ConfigError naming what would be left unread."""
-        wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
-        stored = self.metadata.state_dict_metadata if self.metadata else {}
-        unread = sorted(
-            name
-            for name, value in stored.items()
-            if name not in wanted | self._known
-            and not (isinstance(value, metadata.TensorStorageMetadata) and value.size.numel() == 0)
-        )
-        if unread:
-            more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
-            raise ConfigError(
-                f"the checkpoint holds values that this run does not have: {', '.join(unread[:5])}"
-                f"{more}; resume with the settings it was made with"
-            )
-        return super().create_global_plan(global_plan)
-
-
 # -----------------------------------------------------------------------------
 # Digests that tell whether two runs have the same bits.
-
-DIGEST_BLOCK_BYTES = 16 << 20
-"""About how many bytes of a table are read and hashed at a time."""
-
-BEAT_BYTES = 1 << 30
-"""After so many bytes the ranks meet, so that none waits for rank 0 longer than its timeout."""
 
 AUTO_BYTES = 4 << 30
 """`run.digest=auto` hashes the state when all tables together have at most this many bytes."""
@@ -230,34 +191,27 @@ def chain_loss(previous: bytes, loss: float) -> bytes:
     return hashlib.sha256(previous + struct.pack("<d", loss)).digest()
 
 
-def wants_state_digest(choice: str, tables: Sequence[TableSpec], dtype: torch.dtype) -> bool:
-    """Whether `run.digest` (`true`, `false` or `auto`) asks for the state digest."""
-    if choice.lower() != "auto":
-        return choice.lower() == "true"
-    return sum(table.rows * table.dim for table in tables) * dtype.itemsize <= AUTO_BYTES
-
-
 def state_digest(
-    mode: Parallel, tables: Sequence[TableSpec], dtype: torch.dtype, world: World
-) -> str:
-    """SHA-256 over every table's weights in original id order, then the dense parameters in order.
+    choice: str, mode: Parallel, tables: Sequence[TableSpec], dtype: torch.dtype, world: World
+) -> str | None:
+    """SHA-256 over every table's weights in original id order, then the dense parameters in order;
+    None where `choice`, `run.digest` (`true`, `false` or `auto`), does not ask for it.
 
     Hashed are the values' bytes in `dtype`, row after row; nothing else. Call after `flush`, on
-    all ranks; every rank gets the hexadecimal digest.
+    all ranks; every rank gets the hexadecimal digest. `world`: of `file_world`.
     """
-    sha, hashed = hashlib.sha256(), 0
+    whole = sum(table.rows * table.dim for table in tables) * dtype.itemsize
+    if choice == "false" or (choice == "auto" and whole > AUTO_BYTES):
+        return None
+    sha = hashlib.sha256()
 
     def update(values: Tensor) -> None:
         sha.update(values.detach().to("cpu", dtype).reshape(-1).contiguous().numpy().data)
 
     for index, table in enumerate(tables):
-        rows = max(1, DIGEST_BLOCK_BYTES // (table.dim * dtype.itemsize))
+        rows = max(1, BLOCK_BYTES // (table.dim * dtype.itemsize))
         for start in range(0, table.rows, rows):
             block = mode.table_block(index, start, min(start + rows, table.rows))
-            hashed += rows * table.dim * dtype.itemsize
-            if hashed >= BEAT_BYTES:
-                together(world, lambda: None)
-                hashed = 0
             if world.is_first:
                 if block is None:
                     raise DistcacheError(f"rank 0 got no rows of table {table.name!r} to hash")
@@ -304,9 +258,9 @@ class RunIdentity:
     data: tuple[tuple[str, str], ...] = ()
 
     @property
-    def numbers(self) -> int:
-        """Of all tables."""
-        return sum(rows * dim for _, rows, dim, *_ in self.tables)
+    def most_bytes(self) -> int:
+        """Of all tables and their state, at most: Adam's in float64."""
+        return sum(3 * 8 * rows * dim for _, rows, dim, *_ in self.tables)
 
 
 @dataclass(frozen=True)
@@ -348,9 +302,9 @@ class Start:
 
 
 @contextmanager
-def file_world(world: World, numbers: int) -> Iterator[World]:
-    """`world` with a CPU group of its own for reading and writing files, also from another thread
-    than the main one, whose patience grows with the tables, of so many `numbers`; by all ranks.
+def file_world(world: World, nbytes: int) -> Iterator[World]:
+    """`world` with a CPU group of its own for reading and writing files, of `nbytes` at most, also
+    from another thread than the main one, whose patience grows with these; by all ranks.
 
     The ranks wait for the slowest disk, which takes longer than `trainer.timeout_s` for large
     tables; a rank that dies is noticed at once all the same.
@@ -358,8 +312,7 @@ def file_world(world: World, numbers: int) -> Iterator[World]:
     if world.host_group is None:  # of a process alone
         yield world
         return
-    largest = 3 * 8 * numbers  # Adam in float64
-    patience = timedelta(seconds=world.timeout_s + largest / SLOWEST_BYTES_PER_S)
+    patience = timedelta(seconds=world.timeout_s + nbytes / SLOWEST_BYTES_PER_S)
     ranks = dist.get_process_group_ranks(world.host_group)
     some = len(ranks) < dist.get_world_size()  # the others do not call this
     how: Any = {"timeout": patience, "use_local_synchronization": some}
@@ -509,7 +462,10 @@ def compare(folder: Path, identity: RunIdentity, world: World, same_data: bool =
     manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
     saved = manifest.header
     check(folder, saved, identity)
-    other = other_data(saved["run"], identity)
+    epoch = "steps of an epoch (data.samples, data.path)"
+    was = dict(map(tuple, saved["run"]["data"])) | {epoch: saved["run"]["steps_per_epoch"]}
+    now = dict(identity.data) | {epoch: identity.steps_per_epoch}
+    other = differences(was, now, "not set")
     if other and same_data:
         raise ConfigError(
             f"{folder} is a checkpoint of training on other data: {other}. Give the data it was "
@@ -559,15 +515,26 @@ def fill(
     reader: BlockReader, tensors: dict[str, Tensor], others: Iterable[str], world: World
 ) -> None:
     """Read `tensors`, by name, in place; called by all ranks. `others`: names of values that this
-    rank reads otherwise. Raises what `load` says."""
-    known = together(world, lambda: set(others))
-    with _told(f"the checkpoint {reader.path} does not fit this run", world):
-        state_dict_loader.load(
-            tensors,
-            storage_reader=reader,
-            planner=CompleteLoadPlanner(set().union(*known)),
-            process_group=world.host_group,
+    rank reads otherwise. Raises what `load` says.
+
+    Ranks may ask for different values: those that share memory need to read it only once. DCP
+    refuses a value that is asked for and not there; here is the reverse.
+    """
+    known = set[str]().union(*together(world, lambda: {*tensors, *others}), {TRAINER_KEY})
+    stored = reader.values.state_dict_metadata
+    unread = sorted(
+        name
+        for name in stored.keys() - known
+        if not isinstance(own := stored[name], metadata.TensorStorageMetadata) or own.size.numel()
+    )
+    if unread:
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        raise ConfigError(
+            f"the checkpoint {reader.path} holds values that this run does not have: "
+            f"{', '.join(unread[:5])}{more}; resume with the settings it was made with"
         )
+    with _told(f"the checkpoint {reader.path} does not fit this run", world):
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=world.host_group)
 
 
 def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
@@ -579,45 +546,36 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
         )
     if "run" not in header:
         raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
-    saved, wrong = header["run"], []
+    saved, now = header["run"], vars(identity)
     modes = {saved["mode"], identity.mode}
     alike = modes <= ONE_FORMAT or identity.optimizer in HYBRID_HAS
-    free = {"mode": alike, "world_size": alike}
-    for name, key in KEYS.items():
-        was, now = saved[name], getattr(identity, name)
-        if was != now and not free.get(name):
-            wrong.append(f"{key} was {was}, is {now}")
+    free = ("mode", "world_size") if alike else ()
+    found = [
+        {key: run[name] for name, key in KEYS.items() if name not in free}
+        | {"the number of tables": len(run["tables"])}
+        | {
+            f"table {number}": " ".join(["{} with {} rows x {}".format(*own), *own[3:]])
+            for number, own in enumerate(run["tables"])
+        }
+        for run in (saved, now)
+    ]
+    wrong = [differences(*found, "not there")]
     moved = len(modes) > 1 or saved["world_size"] != identity.world_size
     if "hybrid" in modes and not alike and moved:
         wrong.append(
             f"optim={identity.optimizer} has another state of rows in hybrid than elsewhere, and "
             f"only {', '.join(sorted(HYBRID_HAS))} go on in another mode or number of ranks"
         )
-    before, after = [tuple(table) for table in saved["tables"]], list(identity.tables)
-    if len(before) != len(after):
-        wrong.append(f"the number of tables was {len(before)}, is {len(after)}")
-    elif before != after:
-        old, new = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
-        was, now = ("{} with {} rows x {}".format(*own[:3]) for own in (old, new))
-        was, now = (" ".join(text) for text in ((was, *old[3:]), (now, *new[3:])))
-        wrong.append(f"a table was {was}, is {now}")
-    if wrong:
+    if any(wrong):
         raise ConfigError(
-            f"{folder} is a checkpoint of another run: {'; '.join(wrong)}. Set what it was made "
-            "with, or begin anew with another run.dir"
+            f"{folder} is a checkpoint of another run: {'; '.join(filter(None, wrong))}. Set what "
+            "it was made with, or begin anew with another run.dir"
         )
 
 
-def other_data(saved: Mapping[str, Any], identity: RunIdentity) -> str:
-    """In words, how the data of the `saved` run differ from those of `identity`; empty if they do
-    not."""
-    epoch = "steps of an epoch (data.samples, data.path)"
-    was = dict(map(tuple, saved["data"])) | {epoch: saved["steps_per_epoch"]}
-    now = dict(identity.data) | {epoch: identity.steps_per_epoch}
-    return "; ".join(differences(was, now, "not set"))
-
-
-def differences(was: Mapping[str, Any], now: Mapping[str, Any], none: str) -> list[str]:
-    """In words, where they differ; `none`: what has no value."""
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], none: str) -> str:
+    """In words, where they differ, and in how many more places; `none`: what has no value."""
     shown = ((key, was.get(key, none), now.get(key, none)) for key in {**was, **now})
-    return [f"{key} was {old}, is {new}" for key, old, new in shown if old != new]
+    found = [f"{key} was {old}, is {new}" for key, old, new in shown if old != new]
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return "; ".join(found[:5]) + more

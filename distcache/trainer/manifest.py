@@ -15,15 +15,13 @@ import pathlib
 import pickle
 import shutil
 import stat
+import threading
 import zlib
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future as Reading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -129,8 +127,17 @@ class Manifest:
         return replace(found, base=(where, base))
 
     def _check_files(self, folder: Path) -> None:
+        """Raise DataError unless all files are in `folder` itself, in their lengths."""
         for name, marks in self.files.items():
-            _check_file(folder, name, marks[-1][0] if marks else 0)
+            if name != Path(name).name or "\0" in name or name in ("", "..", MANIFEST):
+                raise DataError(f"the checkpoint {folder} names the file {name!r}, outside of it")
+            try:
+                found = (folder / name).lstat()
+            except OSError as error:
+                raise DataError(f"the checkpoint {folder} lacks {name}: {WAY_OUT}") from error
+            length = marks[-1][0] if marks else 0
+            if not stat.S_ISREG(found.st_mode) or found.st_size != length:
+                raise _damaged(folder, name, 1)
 
     def verify(self, folder: Path) -> None:
         """Raise DataError naming a file of `folder` that is not as it was written."""
@@ -214,18 +221,6 @@ def _damaged(folder: Path, names: str, count: int) -> DataError:
     )
 
 
-def _check_file(folder: Path, name: str, length: int) -> None:
-    """Raise DataError unless `name` is a file of `length` bytes in `folder` itself."""
-    if name != Path(name).name or "\0" in name or name in ("", "..", MANIFEST):
-        raise DataError(f"the checkpoint {folder} names the file {name!r}, outside of it")
-    try:
-        found = (folder / name).lstat()
-    except OSError as error:
-        raise DataError(f"the checkpoint {folder} lacks {name}: {WAY_OUT}") from error
-    if not stat.S_ISREG(found.st_mode) or found.st_size != length:
-        raise _damaged(folder, name, 1)
-
-
 def open_plain(path: Path) -> io.BufferedReader:
     """A file that is no link, for reading."""
     try:
@@ -242,45 +237,39 @@ _BEGIN_BYTES = 16 << 20
 """After so many bytes the disk begins with them, while others are computed."""
 
 
-class BlockFile:
+class BlockFile(io.FileIO):
     """A new file that its owner alone may read, with its length and checksum so far; on the disk
     once it is left."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        self._file = os.open(path, flags, 0o600)
+        how = os.O_NOFOLLOW
+        super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags | how, 0o600))
         self.end = self.crc = self._begun = 0
         self.error: OSError | None = None
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: Any) -> int:
         """Append `data`; its length in bytes."""
         left = memoryview(data).cast("B")
         count = len(left)
         self.crc = zlib.crc32(left, self.crc)
         try:
             while len(left):
-                left = left[os.write(self._file, left) :]
+                left = left[super().write(left) :]
         except OSError as error:
             self.error = error
             raise
         self.end += count
         if (new := self.end - self._begun) >= _BEGIN_BYTES:  # else fsync has it all to do
-            os.posix_fadvise(self._file, self._begun, new, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fileno(), self._begun, new, os.POSIX_FADV_DONTNEED)
             self._begun = self.end
         return count
-
-    def flush(self) -> None:
-        """Nothing: no bytes wait here."""
-
-    def __enter__(self) -> BlockFile:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         try:
             if error is None:
-                os.fsync(self._file)
+                os.fsync(self.fileno())
         finally:
-            os.close(self._file)
+            self.close()
 
 
 def sync_folder(folder: Path) -> None:
@@ -420,9 +409,6 @@ _Wanted = tuple[planner.ReadItem, Tensor]
 """A part of a block, and where it goes."""
 
 
-_UNKNOWN = None, b""
-
-
 def _described(head: bytes | bytearray) -> bytes:
     """What the bytes of a block before its values say of these: all before the last of the zip
     file's records, which begins with the checksum of the values."""
@@ -433,8 +419,9 @@ class BlockReader(FileSystemReader):
     """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read.
 
     Where a checkpoint rests on another one, blocks of its tables are those of that one, with the
-    rows that changed since: `changed`, none in a whole one; `older`: the names of these tables'
-    values. `values`: the list of all values, as of a whole checkpoint.
+    rows that changed since; `older`: the names of these tables' values. `values`: the list of all
+    values, as of a whole checkpoint; `own`: of those in its folder. What the last rows that changed
+    came from stays in memory.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -443,9 +430,12 @@ class BlockReader(FileSystemReader):
         self._manifest = manifest
         ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
         own = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
-        self.values, self._places = own, own.storage_data
-        self.changed, self.older = Changes(self, own), set[str]()
-        self._seen: dict[tuple[str, int], tuple[Tensor | None, bytes]] = {}
+        self.values, self._places, self.older = own, own.storage_data, set[str]()
+        self.own = own.state_dict_metadata
+        self._ids = "", np.empty(0, np.int64), np.empty(0, np.int64)
+        self._changed: StoredRows | None = None
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, int], tuple[Tensor, bytes]] = {}
         """Of the last block of a value and a length, what `_blank` gave: a disk that is not asked
         for the list at the end of each block reads them faster."""
         self._base: BlockReader | None = None
@@ -464,33 +454,18 @@ class BlockReader(FileSystemReader):
             index = part[0].storage_index
             return index.fqn, tuple(index.offset or ())
 
-        def read(parts: Sequence[_Wanted]) -> Tensor:
-            item, target = parts[0]
-            return self._load(item.storage_index, target)
-
         wanted = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-
-        def settle() -> None:
-            parts, stored = under_way.popleft()
-            self._change(parts[0][0].storage_index, stored.result())
-            self._place(stored.result(), parts, planner)
-
-        under_way = deque[tuple[list[_Wanted], Reading[Tensor]]]()
+        # In the order of a value's rows, so that those that changed are read once.
+        blocks = [list(of) for _, of in groupby(sorted(wanted, key=place), place)]
         with ThreadPoolExecutor(_READERS) as pool:
-            # In the order of a value's rows, so that those that changed are read once.
-            for _, of in groupby(sorted(wanted, key=place), place):
-                parts = list(of)
-                under_way.append((parts, pool.submit(read, parts)))
-                if len(under_way) == _READERS:  # as many are in memory
-                    settle()
-            while under_way:
-                settle()
+            list(pool.map(self._read_block, blocks))  # and raise what one of them raised
+        for item, target in wanted:
+            planner.commit_tensor(item, target)
         return _done(None)
 
-    def _place(
-        self, stored: Tensor, parts: Sequence[_Wanted], planner: planner.LoadPlanner
-    ) -> None:
-        """Copy parts of a block to where they go, unless they are there already."""
+    def _read_block(self, parts: Sequence[_Wanted]) -> None:
+        """Read a block, and copy its parts to where they go, unless they are there already."""
+        stored = self.load_block(parts[0][0].storage_index, parts[0][1])
         for item, target in parts:
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             part = stored[tuple(slice(start, start + count) for start, count in spans)]
@@ -501,19 +476,40 @@ class BlockReader(FileSystemReader):
                 raise _damaged(reader.path, name, len(reader._manifest.files))
             if part.data_ptr() != target.data_ptr():
                 target.copy_(part)
-            planner.commit_tensor(item, target)
 
     def load_block(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
         """The tensor that is a block of a value, as of now: `into` itself where that is one of the
         same shape in the same order. Raises DataError."""
         found = self._load(index, into)
-        self._change(index, found)
+        if index.fqn in self.older:
+            with self._lock:
+                self.put_changed(index.fqn, (index.offset or (0,))[0], found)
         return found
 
-    def _change(self, index: metadata.MetadataIndex, block: Tensor) -> None:
-        """Bring a block of an older checkpoint to what it is now."""
-        if index.fqn in self.older:
-            self.changed.put(index.fqn, (index.offset or (0,))[0], block)
+    def changed_ids(self, table: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a table's rows that changed, int64, ascending, and where in its values each
+        of these rows lies. None for a table that has not changed, or is whole."""
+        if self._ids[0] != table:
+            name, ids = f"{CHANGED}{TABLES}{table}.ids", np.empty(0, np.int64)
+            if name in self.own:
+                ids = self.whole(name).numpy()
+            order = ids.argsort(kind="stable")
+            self._ids = table, ids[order], order
+        return self._ids[1:]
+
+    def put_changed(self, name: str, first: int, block: Tensor) -> None:
+        """Let `block`, rows of a value of the other checkpoint from `first` on, have those that
+        changed. Raises DataError where they are not there."""
+        ids, places = self.changed_ids(name.removeprefix(TABLES).rpartition(".")[0])
+        own = slice(*np.searchsorted(ids, (first, first + len(block))))
+        if own.start == own.stop:
+            return
+        if self._changed is None or self._changed.name != CHANGED + name:
+            value = self.own.get(CHANGED + name)
+            if not isinstance(value, metadata.TensorStorageMetadata):
+                raise DataError(f"the checkpoint {self.path} has no {CHANGED}{name}: {WAY_OUT}")
+            self._changed = StoredRows(self, CHANGED + name, value)
+        block[torch.from_numpy(ids[own] - first)] = self._changed.take(places[own])
 
     def _load(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
         """`load_block` as it was last written whole."""
@@ -522,11 +518,8 @@ class BlockReader(FileSystemReader):
         info = self._places[index]
         name, start, length = info.relative_path, info.offset, info.length
         kind = index.fqn, length
-        again = partial(self._blank, name, start, length)
-        for ask in (partial(self._seen.get, kind, _UNKNOWN), again):
-            blank, head = ask()
-            if blank is None:
-                continue
+        blank, head = self._seen.get(kind) or self._blank(name, start, length)
+        if blank is not None:
             alike = into is not None and (into.shape, into.dtype) == (blank.shape, blank.dtype)
             usable = alike and into.device.type == "cpu" and into.is_contiguous()
             found = into if usable else torch.empty_like(blank, device="cpu")
@@ -555,7 +548,7 @@ class BlockReader(FileSystemReader):
             if blank.is_contiguous() and 0 < own == size <= length - at:
                 file.seek(start)
                 return blank, file.read(at)
-        return _UNKNOWN
+        return None, b""
 
     def whole(self, name: str) -> Tensor:
         """A small value, of one dimension where it has several blocks. Raises ConfigError where
@@ -571,55 +564,46 @@ class BlockReader(FileSystemReader):
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-class Changes:
-    """The rows of tables that changed since the checkpoint on which another one rests, of which
-    `own` is the list of values. What the last rows came from stays in memory.
+class StoredRows:
+    """The rows of a value; the blocks that those taken last came from stay in memory."""
 
-    `rows`: how many there are, by the name of a value.
-    """
+    def __init__(
+        self, reader: BlockReader, name: str, value: metadata.TensorStorageMetadata
+    ) -> None:
+        self.name, self._reader, self._value = name, reader, value
+        self._starts = np.unique([chunk.offsets[0] for chunk in value.chunks])
+        self._held: dict[torch.Size, Tensor] = {}
 
-    def __init__(self, reader: BlockReader, own: metadata.Metadata) -> None:
-        self._reader, self._values = reader, own.state_dict_metadata
-        self.rows = {
-            name.removeprefix(CHANGED): value.size[0]
-            for name, value in self._values.items()
-            if name.startswith(CHANGED) and isinstance(value, metadata.TensorStorageMetadata)
-        }
-        self._ids = "", np.empty(0, np.int64), np.empty(0, np.int64)
-        self._held: dict[tuple[str, int], Tensor] = {}
-
-    def ids(self, table: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a table's rows that changed, int64, ascending, and where in its values each
-        of these rows lies. None for a table that has not changed, or is whole."""
-        if self._ids[0] != table:
-            name, ids = f"{CHANGED}{TABLES}{table}.ids", np.empty(0, np.int64)
-            if name in self._values:
-                ids = self._reader.whole(name).numpy()
-            order = ids.argsort(kind="stable")
-            self._ids = table, ids[order], order
-        return self._ids[1:]
-
-    def put(self, name: str, first: int, block: Tensor) -> None:
-        """Let `block`, rows of a value of the other checkpoint from `first` on, have those that
-        changed. Raises DataError where they are not there."""
-        ids, places = self.ids(name.removeprefix(TABLES).rpartition(".")[0])
-        own = slice(*np.searchsorted(ids, (first, first + len(block))))
-        ids, places, held = torch.from_numpy(ids[own] - first), places[own], {}
-        value = self._values.get(CHANGED + name)
-        chunks = value.chunks if isinstance(value, metadata.TensorStorageMetadata) else []
-        if len(places) and not chunks:
-            raise DataError(f"the checkpoint {self._reader.path} has no {CHANGED}{name}: {WAY_OUT}")
-        starts = np.sort([chunk.offsets[0] for chunk in chunks])
-        which = np.searchsorted(starts, places, side="right") - 1
-        for number in np.unique(which).tolist():
-            start, mine = int(starts[number]), which == number
-            rows = self._held.get((name, start))
-            if rows is None:
-                at = torch.Size([start, *[0] * (block.dim() - 1)])
-                rows = self._reader.load_block(metadata.MetadataIndex(CHANGED + name, at))
-            held[name, start] = rows
-            block[ids[torch.from_numpy(mine)]] = rows[torch.from_numpy(places[mine] - start)]
+    def take(self, places: np.ndarray) -> Tensor:
+        """Rows `places`, int64 `[m]`, of the value. Raises DataError where blocks are damaged."""
+        shape, dtype = self._value.size, self._value.properties.dtype
+        out, held, found = torch.empty(len(places), *shape[1:], dtype=dtype), {}, 0
+        which = np.unique(np.searchsorted(self._starts, places, side="right") - 1)
+        wanted = set(self._starts[which[which >= 0]].tolist())
+        for chunk in self._value.chunks:  # several of the same rows where columns are apart
+            first, *columns = chunk.offsets
+            if first not in wanted:
+                continue
+            if (block := self._held.get(chunk.offsets)) is None:
+                block = self._load(chunk)
+            held[chunk.offsets] = block
+            own = np.flatnonzero((places >= first) & (places < first + len(block)))
+            spans = zip(columns, chunk.sizes[1:], strict=True)
+            part = (torch.from_numpy(own), *(slice(at, at + count) for at, count in spans))
+            out[part] = block[torch.from_numpy(places[own] - first)]
+            found += len(own) * block[:1].numel()
         self._held = held
+        if found != out.numel():
+            raise DataError(
+                f"the checkpoint {self._reader.path} has not all rows of {self.name}: {WAY_OUT}"
+            )
+        return out
+
+    def _load(self, chunk: metadata.ChunkStorageMetadata) -> Tensor:
+        block = self._reader.load_block(metadata.MetadataIndex(self.name, chunk.offsets))
+        if block.shape != chunk.sizes:
+            raise DataError(f"{self._reader.path} has a block of {self.name} of another shape")
+        return block
 
 
 def _merged(own: metadata.Metadata, base: metadata.Metadata) -> tuple[metadata.Metadata, set[str]]:
@@ -654,8 +638,8 @@ def _of_format_2(folder: Path) -> Manifest:
         sums = {name: (size, sha) for name, (size, sha) in found.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{folder / SUMS} is damaged ({error}): {WAY_OUT}") from error
-    for name, (size, sha) in sums.items():
-        _check_file(folder, name, size)
+    Manifest({}, {name: [(size, 0)] for name, (size, _) in sums.items()})._check_files(folder)
+    for name, (_, sha) in sums.items():
         with open_plain(folder / name) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha:
                 raise _damaged(folder, name, len(sums))

@@ -285,9 +285,8 @@ def resolve_prefetch(
     """
     if config.cache.prefetch != AUTO:
         return config.cache.prefetch
-    if not slots or not hasattr(source, "expected_distinct"):
+    if not slots or not (named := expected_rows(config, source, tables, 1)):
         return PREFETCH
-    named = _expected_distinct(source, tables, config.data.global_batch_size)
     most = min(count / max(rows, 1.0) for rows, count in zip(named, slots, strict=True))
     return max(0, min(PREFETCH, int(most) - 1))
 
@@ -323,7 +322,7 @@ def plan_cache(
         world,
         tables,
         lambda: read_checked(config, tables, source),
-        expected_rows(config, source, tables),
+        expected_rows(config, source, tables, prefetch_of(cache) + 2),
     )
     hot: HotSet | None = getattr(source, "hot", None)
     if hot is not None and popularity is not None:  # the rows of hot batches stay for good
@@ -338,17 +337,14 @@ def prefetch_of(cache: CacheConfig) -> int:
     return PREFETCH if cache.prefetch == AUTO else cache.prefetch
 
 
-def expected_rows(config: Config, source: Any, tables: Sequence[TableSpec]) -> tuple[float, ...]:
-    """Distinct rows of each group that P + 2 steps are expected to name; empty where `source` does
-    not know."""
+def expected_rows(
+    config: Config, source: Any, tables: Sequence[TableSpec], steps: int
+) -> tuple[float, ...]:
+    """Distinct rows of each group that so many steps are expected to name; empty where `source`
+    does not know."""
     if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
         return ()
-    samples = config.data.global_batch_size * (prefetch_of(config.cache) + 2)
-    return _expected_distinct(source, tables, samples)
-
-
-def _expected_distinct(source: Any, tables: Sequence[TableSpec], samples: int) -> tuple[float, ...]:
-    """Of each group, what `source` expects so many samples to name."""
+    samples = config.data.global_batch_size * steps
     lookups = [round(samples * source.lookups_per_sample(at)) for at in range(len(tables))]
     named = [source.expected_distinct(table, count) for table, count in enumerate(lookups)]
     return tuple(sum(named[table] for table in members) for members in group_tables(tables))

@@ -30,6 +30,7 @@ from distcache.trainer.plan_cache import (
     expected_rows,
     ids_per_step,
     opens_window,
+    prefetch_of,
     request_of,
     resolve_prefetch,
 )
@@ -221,7 +222,7 @@ def slots_of(
     which may know its rows. Raises ConfigError for a split that training would refuse.
     """
     known = statistics if config.cache.split == BY_CURVE else None  # others do not go by it
-    expected = expected_rows(config, source, tables)
+    expected = expected_rows(config, source, tables, prefetch_of(config.cache) + 2)
     return request_of(config).slots(tables, world_size, known, expected)
 
 

@@ -85,14 +85,18 @@ def normalized_entropy(loss: float | None, labels: np.ndarray) -> float | None:
 class EvalResult:
     """Metrics over `samples` held-out samples of all ranks; None where one does not exist."""
 
-    auc: float | None
-    logloss: float | None
-    ne: float | None
-    samples: int
+    auc: float | None = None
+    logloss: float | None = None
+    ne: float | None = None
+    samples: int = 0
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """The metrics by their names in summaries, log lines and checkpoints."""
+        return {"eval_auc": self.auc, "eval_logloss": self.logloss, "eval_ne": self.ne}
 
     def __str__(self) -> str:
-        values = (self.auc, self.logloss, self.ne)
-        shown = ["none" if value is None else f"{value:.6f}" for value in values]
+        shown = ["none" if v is None else f"{v:.6f}" for v in self.values.values()]
         metrics = "AUC {}  log loss {}  NE {}".format(*shown)
         return f"{metrics}  on {self.samples:,} held-out samples"
 
@@ -267,32 +271,30 @@ class Progress:
         values |= {"samples_per_second": rate, "step_ms": 1e3 * interval_s} | live
         if phase is not None:
             values |= {"phase": phase.kind, "phase_rate": phase.rate}
-        self._write(values)
+        said = self._write(values)
         speed = f"{rate:,.0f} samples/s  {1e3 * interval_s:.2f} ms"
         more = ("" if phase is None else f"  {phase.kind}") + shares(live)
         if self._steps is not None:
             left = timedelta(seconds=round(interval_s * max(0, self._steps - done)))
             more += f"  ETA {left}"
-        logger.info(f"step {self._done(done)}  loss {result.loss:.6f}  {speed}{more}")
+        logger.info(f"{said}  loss {result.loss:.6f}  {speed}{more}")
         if live.get("stage_ms"):
             logger.info(stages(live["stage_ms"], live["stage_hidden_ms"]))
 
-    def _write(self, values: dict[str, Any]) -> None:
+    def _write(self, values: dict[str, Any]) -> str:
+        """Add a line; of how many steps it is, for the screen."""
         if self._file is not None:
             self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
-
-    def _done(self, done: int) -> str:
-        """`done` of how many steps, where that is known."""
-        return f"{done:,}" if self._steps is None else f"{done:,}/{self._steps:,}"
+        done = f"step {values['step']:,}"
+        return done if self._steps is None else f"{done}/{self._steps:,}"
 
     def evaluation(self, done: int, result: EvalResult, phase: Phase | None = None) -> None:
         """Report an evaluation after `done` training steps; `phase`: with the rate after it."""
         if self._file is None:
             return
-        values = {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
         rate = {} if phase is None else {"phase_rate": phase.rate}
-        self._write({"step": done} | values | rate)
-        logger.info(f"step {self._done(done)}  {result}")
+        said = self._write({"step": done} | result.values | rate)
+        logger.info(f"{said}  {result}")
 
 
 def cut_back(path: Path, step: int) -> None:

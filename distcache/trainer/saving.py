@@ -24,9 +24,6 @@ from distcache.trainer.manifest import Manifest, rests_on
 
 logger = logging.getLogger(__name__)
 
-HIGHER_IS_BETTER = {"eval_auc": True, "eval_logloss": False, "eval_ne": False}
-"""What `trainer.keep_best` may be, beside `none`."""
-
 
 @dataclass(frozen=True)
 class Keeping:
@@ -90,7 +87,7 @@ class Saver:
         self.folder = run_dir / CHECKPOINTS
         here = begun.folder is not None and begun.folder.resolve().parent == self.folder.resolve()
         self.last = begun.state if here else None
-        self._mode, self._world, self._header = mode, world, dict(header)
+        self._mode, self.world, self._header = mode, world, dict(header)
         self._own_state, self._keeping = own_state, keeping
         self._job: _Job | None = None
         self._base: tuple[Path, int] | None = None
@@ -105,36 +102,33 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error for as long as others may take, at a second Ctrl-C not at all.
-        self.wait(None if kind is None else self._world.timeout_s * issubclass(kind, Exception))
+        self.wait(None if kind is None else self.world.timeout_s * issubclass(kind, Exception))
 
-    def asks(self, falls_on: bool) -> int:
-        """What this rank tells the others with a step, after which a checkpoint `falls_on` or not:
-        bits. Lets go of one that has been written meanwhile."""
+    def asks(self, done: int) -> tuple[int, bool]:
+        """What this rank tells the others with the step that makes it `done`: bits; and whether a
+        checkpoint falls on that number. Lets go of one that has been written meanwhile."""
         if self._job is not None and not self._job.is_alive():
             self.wait()
-        seconds = self._keeping.every[1]
-        if seconds is not None and self._world.is_first:  # one clock for all
+        steps, seconds = self._keeping.every
+        falls_on = steps is not None and done % steps == 0
+        if seconds is not None and self.world.is_first:  # one clock for all
             self._due |= time.monotonic() - self._began >= seconds
         self._due |= falls_on
-        return SAVE * self._due | BUSY * (self._job is not None and self._job.is_alive())
+        bits = SAVE * self._due | BUSY * (self._job is not None and self._job.is_alive())
+        return bits, falls_on
 
     def hurry(self) -> None:
         """Write what is being written without rests, for another one is due."""
         if self._job is None:
             return
         self._job.snapshot.hurry.set()
-        if not self._told and self._world.is_first:
+        if not self._told and self.world.is_first:
             self._told = True
             logger.warning(
                 "a checkpoint is due, but the one of step %s is still being written: it waits; "
                 "raise trainer.checkpoint_every",
                 f"{self._job.state.step:,}",
             )
-
-    def falls_on(self, done: int) -> bool:
-        """Whether a checkpoint is due after `done` steps, by their number."""
-        steps = self._keeping.every[0]
-        return steps is not None and done % steps == 0
 
     def is_best(self, metrics: Mapping[str, float | None]) -> bool:
         """Whether these metrics, which all ranks have, are better than those of any checkpoint."""
@@ -157,7 +151,7 @@ class Saver:
         self._began, self._due = time.monotonic(), False
         if state == self.last:
             if not periodic:  # the run before this one may have ended before it came to that
-                on_first(self._world, lambda: prune(self.folder, self._keeping))
+                on_first(self.world, lambda: prune(self.folder, self._keeping))
             return
         self._mode.flush()
         try:
@@ -166,7 +160,7 @@ class Saver:
             raise
         except DistcacheError as error:
             if not periodic:
-                if self._world.is_first:  # also of old rows that came while one was removed
+                if self.world.is_first:  # also of old rows that came while one was removed
                     prune(self.folder, self._keeping)
                 raise
             self._say(state, error)
@@ -174,7 +168,7 @@ class Saver:
     def _begin(
         self, state: TrainerState, metrics: Mapping[str, float | None], periodic: bool
     ) -> None:
-        folder, world, mode = self.folder / f"step_{state.step:08d}", self._world, self._mode
+        folder, world, mode = self.folder / f"step_{state.step:08d}", self.world, self._mode
         own = dict[str, bytes]()
         together(world, lambda: own.update(self._own_state(state)))
         checkpoint.make_room(world, folder)
@@ -215,7 +209,7 @@ class Saver:
                 return {"base": {"folder": where.name, "crc32": Manifest.read(where).crc32}}
             return {}
 
-        base = {} if where == folder else on_first(self._world, told)
+        base = {} if where == folder else on_first(self.world, told)
         return base, mark if base else None
 
     def wait(self, limit_s: float | None = None) -> None:
@@ -232,7 +226,7 @@ class Saver:
             self._say(job.state, job.error or TimeoutError("the other ranks do not end"))
 
     def _say(self, state: TrainerState, error: Exception) -> None:
-        if self._world.is_first:
+        if self.world.is_first:
             logger.warning("no checkpoint at step %s: %s", f"{state.step:,}", error)
 
 
@@ -241,7 +235,7 @@ class Saver:
 
 
 def _better(name: str, value: float, than: float | None) -> bool:
-    return than is None or (value > than if HIGHER_IS_BETTER[name] else value < than)
+    return than is None or (value > than if name == "eval_auc" else value < than)
 
 
 def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:

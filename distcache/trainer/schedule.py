@@ -54,12 +54,10 @@ class Phase:
     loss: float | None = None
     due: bool = False
 
-    def forward(self, batches: int) -> Phase:
-        """After so many more batches of this phase, at most `left`."""
-        done = getattr(self, self.kind) + batches if self.kind else 0
-        left = self.left - batches
-        counted = {self.kind: done} if self.kind else {}
-        return replace(self, left=left, due=self.due or (batches > 0 and left == 0), **counted)
+    def forward(self, batches: int = 1) -> Phase:
+        """After so many more batches of this phase, 1 to `left`."""
+        done, left = {self.kind: getattr(self, self.kind) + batches}, self.left - batches
+        return replace(self, left=left, due=left == 0, **done)
 
     def next(self, sizes: Sizes) -> Phase:
         """The phase after this one, which has ended: not empty, of the same or the next epoch."""
@@ -113,15 +111,13 @@ class Schedule:
         return self.steps is not None and self.first_step >= self.steps
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows training step `step`."""
-        if self.eval_batches == 0:
-            return False
+        """Whether an evaluation, which may be of no batches, follows training step `step`."""
         done = step + 1
         return done == self.steps or (self.eval_every is not None and done % self.eval_every == 0)
 
     def order(self) -> Iterator[tuple[str, int]]:
         """(`train`, step) and (`eval`, index) in order; evaluations use the same batches."""
-        if self.nothing_to_train and self.eval_batches:
+        if self.nothing_to_train:
             yield from (("eval", index) for index in range(self.eval_batches))
         steps = count(self.first_step) if self.steps is None else range(self.first_step, self.steps)
         for step in steps:
@@ -139,12 +135,12 @@ class Schedule:
         """Streams of batches; what one of them holds may depend on the results of those before."""
         yield self.batches(source, rank, world_size)
 
-    def position(self, step: int) -> Phase | None:
-        """Where training stands after `step` steps, beyond that number."""
+    def forward(self) -> Phase | None:
+        """Where training stands after one step more, beyond the number of steps."""
         return None
 
-    def learn(self, step: int, loss: float | None) -> Phase | None:
-        """`position` after an evaluation after `step` steps gave `loss`, the mean log loss."""
+    def learn(self, loss: float | None) -> Phase | None:
+        """The same after an evaluation that gave `loss`, the mean log loss."""
         return None
 
 
@@ -175,46 +171,38 @@ class PhasedSchedule(Schedule):
     """A `Schedule` that also evaluates after each phase, where anything is evaluated.
 
     The end of a phase is a fence: its stream ends, window and movement drain, and the next stream
-    begins when all ranks know the loss. `phase`: the one after `step` steps; `sizes`: of epochs.
+    begins when all ranks know the loss. `phase`: after the steps that were told; `sizes`: of
+    epochs.
     """
 
     phase: Phase
-    step: int
     sizes: Sizes
 
-    @classmethod
-    def of(
-        cls, plain: Schedule, source: hot_cold.HotColdSource, phase: Phase | None, rate: float
-    ) -> PhasedSchedule:
-        """`plain` in phases, from `phase` on; None: from the beginning of an epoch at `rate`."""
-        own = {"phase": phase or Phase(rate), "step": plain.first_step, "sizes": source.sizes}
-        return cls(**vars(plain), **own)
-
-    def position(self, step: int) -> Phase:
-        """See `Schedule.position`: of the current phase or at its end."""
-        return self.phase.forward(step - self.step)
-
-    def begin(self, step: int) -> Phase:
-        """The phase that goes on after `step` steps, or else the next one, which begins."""
-        phase = self.position(step)
-        self.phase, self.step = phase if phase.left else phase.next(self.sizes), step
+    def forward(self) -> Phase:
+        """See `Schedule.forward`: in the current phase or at its end."""
+        self.phase = self.phase.forward()
         return self.phase
 
-    def learn(self, step: int, loss: float | None) -> Phase:
+    def begin(self) -> Phase:
+        """The phase that goes on, or else the next one, which begins."""
+        if not self.phase.left:
+            self.phase = self.phase.next(self.sizes)
+        return self.phase
+
+    def learn(self, loss: float | None) -> Phase:
         """See `Schedule.learn`: the rate that the next phase has, where an evaluation was due."""
-        phase = self.position(step)
-        if phase.due:  # a phase shorter than an evaluation: these would take most of the time
-            phase = phase.learn(loss, max(self.eval_batches, 1) / max(self.sizes(phase.epoch)))
-        self.phase, self.step = phase, step
-        return phase
+        if self.phase.due:  # a phase shorter than an evaluation: these would take most of the time
+            least = max(self.eval_batches, 1) / max(self.sizes(self.phase.epoch))
+            self.phase = self.phase.learn(loss, least)
+        return self.phase
 
     def streams(self, source: Any, rank: int, world_size: int) -> Iterator[Iterator[Batch]]:
         """See `Schedule.streams`: a phase with the evaluation after it, or the rest of one."""
         step, steps = self.first_step, self.steps
-        if self.eval_batches and (self.nothing_to_train or self.position(step).due):
+        if self.eval_batches and (self.nothing_to_train or self.phase.due):
             yield self._evaluation(source, rank, world_size)
         while steps is None or step < steps:
-            phase = self.begin(step)
+            phase = self.begin()
             stop = step + phase.left if steps is None else min(step + phase.left, steps)
             yield self._phase(source, (step, stop, phase), rank, world_size)
             step = stop
@@ -229,7 +217,7 @@ class PhasedSchedule(Schedule):
             place = (phase.epoch, phase.kind, first + step)
             yield source.batch(place, step, rank, world_size)
             ends = step + 1 == start + phase.left
-            if self.eval_batches and (ends or self.evaluates_after(step)):
+            if ends or self.evaluates_after(step):
                 yield from self._evaluation(source, rank, world_size)
 
     def _evaluation(self, source: Any, rank: int, world_size: int) -> Iterator[Batch]:

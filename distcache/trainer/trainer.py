@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,7 +47,6 @@ from distcache.trainer.checkpoint import (
     find,
     finished,
     state_digest,
-    wants_state_digest,
 )
 from distcache.trainer.record import (
     SUMMARY_KEYS,
@@ -60,6 +59,7 @@ from distcache.trainer.record import (
 )
 from distcache.trainer.saving import Keeping, Saver
 from distcache.trainer.schedule import (
+    Phase,
     PhasedSchedule,
     Schedule,
     arrange,
@@ -126,6 +126,11 @@ class Outcome:
     evaluation: EvalResult | None = None
     bad: StepResult | None = None
 
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Those of the final state; empty without an evaluation."""
+        return {} if self.evaluation is None else self.evaluation.values
+
 
 @dataclass
 class Loop:
@@ -138,8 +143,8 @@ class Loop:
     stop: StopRequest
     report: Progress
     outcome: Outcome
+    saver: Saver
     evaluation: Evaluation = field(default_factory=Evaluation)
-    saver: Saver | None = None
     mark: float = 0.0
     over: bool = False
     due: bool = False
@@ -147,7 +152,7 @@ class Loop:
     unread: deque[tuple[Batch, float, StepResult]] = field(default_factory=deque)
     """Training steps, with the seconds that they took, whose results nobody has looked at."""
 
-    def run(self, batches: Iterable[Batch]) -> Outcome:
+    def run(self, batches: Iterable[Batch]) -> None:
         """Go through the batches, which the mode draws ahead of training as it needs them.
 
         Ends after the same step on all ranks: at the end of the schedule, when some rank was
@@ -158,9 +163,7 @@ class Loop:
         self.mark = time.perf_counter()
         try:
             for step in stream:
-                run = self.evaluate if step.batch.kind == "eval" else self.train
-                # After the evaluations of the step before it, so that none is missing on resume.
-                if (run == self.train and self.due and self.checkpoint()) or run(step):
+                if (self.evaluate if step.batch.kind == "eval" else self.train)(step):
                     self.over = True
                     break
             self.over |= self.look()
@@ -170,34 +173,27 @@ class Loop:
             raise
         finally:
             getattr(stream, "close", lambda: None)()
-        return self.outcome
 
     def train(self, step: Step) -> bool:
-        """One training step; whether the loop is over."""
+        """One training step, after the checkpoint that is due; whether the loop is over."""
+        if self.due:  # after the evaluations of the step before, so that none is missing on resume
+            if self.look():
+                return True
+            self.due = False  # also of steps whose results came just now
+            self.saver.write(self.outcome.state, self.outcome.metrics)
+            self.mark = time.perf_counter()
         index = step.batch.index
         due = self.outcome.state.step + len(self.unread)
         if index != due:
             mode = type(self.mode).__name__
             raise PlanError(f"the {mode} stream gave training step {index} where {due} is due")
         self.mode.set_lr(*self.rates(index))
-        asks, falls_on = STOP * (self.stop.signal is not None), False
-        if self.saver is not None:
-            falls_on = self.saver.falls_on(index + 1)
-            asks |= self.saver.asks(falls_on)
-        result = self.mode.train_step(step, asks)
+        asks, falls_on = self.saver.asks(index + 1)
+        result = self.mode.train_step(step, asks | STOP * (self.stop.signal is not None))
         ended = time.perf_counter()
         self.unread.append((step.batch, ended - self.mark, result))
         self.mark = ended
         return self.look(keep=0 if falls_on else self.mode.result_delay)
-
-    def checkpoint(self) -> bool:
-        """Write the checkpoint that is due; whether the loop is over instead."""
-        if self.look() or self.saver is None:
-            return True
-        self.due = False  # also of steps after which it was still due, whose results came just now
-        self.saver.write(self.outcome.state, metrics_of(self.outcome.evaluation))
-        self.mark = time.perf_counter()
-        return False
 
     def look(self, keep: int = 0) -> bool:
         """Look at the results of the steps that were run, but for the last `keep`; whether the
@@ -218,10 +214,10 @@ class Loop:
         outcome.times.add(seconds, batch.global_size)
         digest = chain_loss(outcome.state.loss_digest, result.loss)
         done = batch.index + 1
-        outcome.state = TrainerState(done, digest, self.schedule.position(done), batch)
+        outcome.state = TrainerState(done, digest, self.schedule.forward(), batch)
         outcome.final_loss, outcome.evaluation = result.loss, None
         self.due |= result.save
-        if result.waits and self.saver is not None:
+        if result.waits:
             self.saver.hurry()
         self.report.step(done, batch.epoch, result, outcome.times, self.mode, outcome.state.phase)
         return result.stop
@@ -232,25 +228,14 @@ class Loop:
             return True
         self.evaluation.add(self.mode.eval_step(step), step.batch.labels)
         if self.evaluation.batches == self.schedule.eval_batches:
-            self.evaluated(self.evaluation.finish(self.world))
+            outcome, result = self.outcome, self.evaluation.finish(self.world)
+            phase = self.schedule.learn(result.logloss)
+            outcome.state = replace(outcome.state, phase=phase)
+            outcome.evaluation, self.evaluation = result, Evaluation()
+            self.due |= self.saver.is_best(result.values)
+            self.report.evaluation(outcome.state.step, result, phase)
         self.mark = time.perf_counter()
         return self.stop.agreed(self.world) is not None
-
-    def evaluated(self, result: EvalResult) -> None:
-        """Take up the result of a whole evaluation, which is the same on all ranks."""
-        outcome = self.outcome
-        phase = self.schedule.learn(outcome.state.step, result.logloss)
-        outcome.state = replace(outcome.state, phase=phase)
-        outcome.evaluation, self.evaluation = result, Evaluation()
-        self.due |= self.saver is not None and self.saver.is_best(metrics_of(result))
-        self.report.evaluation(outcome.state.step, result, phase)
-
-
-def metrics_of(result: EvalResult | None) -> dict[str, float | None]:
-    """An evaluation as a checkpoint has it; empty without one."""
-    if result is None:
-        return {}
-    return {"eval_auc": result.auc, "eval_logloss": result.logloss, "eval_ne": result.ne}
 
 
 # -----------------------------------------------------------------------------
@@ -281,12 +266,13 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
     source = arrange(config, world, source, tables)
-    start = find_start(config, world, run_dir, identity_of(config, world, source, tables))
+    starts = find_starts(config, world, run_dir, identity_of(config, world, source, tables))
+    begin = next(starts), starts
     mode = build.build_parallel(config, world, tables, model, source)
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
         on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
-    return Run(config, world, run_dir, source, tables, mode, start).go(build.build_rates(config))
+    return Run(config, world, run_dir, source, tables, mode, begin).go(build.build_rates(config))
 
 
 def identity_of(
@@ -309,54 +295,41 @@ def identity_of(
     )
 
 
-def find_start(
-    config: Config,
-    world: World,
-    run_dir: Path,
-    identity: RunIdentity,
-    but: Collection[Path] = (),
-) -> Start:
+def find_starts(
+    config: Config, world: World, run_dir: Path, identity: RunIdentity
+) -> Generator[Start, None, None]:
     """Where `trainer.resume` has the run begin, compared with this run before tables are made: the
     newest checkpoint of the run folder that is whole, a given one, or the beginning.
 
-    `but`: those that were found damaged. Called by all ranks. Raises DataError where there are
-    checkpoints, and all are damaged.
+    Called by all ranks. The next one where the one before is thrown back with a DataError. Raises
+    DataError where there are checkpoints, and all are damaged.
     """
-    want = config.trainer
-    if want.resume == "never":
-        return Start()
+    want, folders = config.trainer, list[Path]()
     auto, same = want.resume == "auto", want.resume_data == "same"
-    folders: list[Path] = on_first(
-        world, lambda: finished(run_dir) if auto else [find(Path(want.resume))]
-    )
-    if not folders:
-        return Start()
-    with file_world(world, identity.numbers) as files:
-        for folder in folders:
-            if folder in but:
-                continue
-            try:
-                return compare(folder, identity, files, same)
-            except DataError as error:
-                if not auto:
-                    raise
-                pass_over(world, error)
-    raise DataError(
-        f"no checkpoint in {run_dir} is intact ({len(folders)} are damaged): go on from a copy "
-        "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
-    )
-
-
-def pass_over(world: World, error: DataError) -> None:
-    """Say that a damaged checkpoint is not resumed from."""
-    if world.is_first:
-        logger.warning("passed over: %s", error)
+    if want.resume != "never":
+        folders = on_first(world, lambda: finished(run_dir) if auto else [find(Path(want.resume))])
+    for folder in folders:
+        try:
+            with file_world(world, identity.most_bytes) as files:
+                start = compare(folder, identity, files, same)
+            yield start
+        except DataError as error:
+            if not auto:
+                raise
+            if world.is_first:
+                logger.warning("passed over: %s", error)
+    if folders:
+        raise DataError(
+            f"no checkpoint in {run_dir} is intact ({len(folders)} are damaged): go on from a copy "
+            "by trainer.resume=<folder>, or begin anew by trainer.resume=never run.overwrite=true"
+        )
+    yield Start()
 
 
 @dataclass(frozen=True)
 class Run:
     """One run's parts: settings, ranks, folder, data, tables, the model in its mode, and where
-    training starts, as `find_start` says (None: it is asked)."""
+    training starts, by `find_starts`: the first, and those after it (None: it is asked)."""
 
     config: Config
     world: World
@@ -364,7 +337,7 @@ class Run:
     source: BatchSource
     tables: Sequence[TableSpec]
     mode: Parallel
-    start: Start | None = None
+    starts: tuple[Start, Generator[Start, None, None]] | None = None
 
     def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
         """Resume, train, save, digest, summarise; the mode is closed whatever happens.
@@ -373,7 +346,7 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            with file_world(self.world, self.identity().numbers) as files:
+            with file_world(self.world, self.identity().most_bytes) as files:
                 begun = self.resume(files)
                 want = self.config.trainer
                 if begun.folder is None and want.init_from is not None:
@@ -394,11 +367,13 @@ class Run:
             item = build.dtype_of(self.config).itemsize
             floats = sum(t.rows * (t.width(item) + rows.state_width(t.dim)) for t in self.tables)
             announce_stop(self.run_dir, floats * item)
-        want, trace = self.config.trainer, nullcontext()
+        want, trace, outcome = self.config.trainer, nullcontext(), Outcome(start)
         if want.trace:
             trace = tracing(self.world, self.run_dir, self.mode.watch)
         with StopRequest() as stop, tf32(want.tf32), trace:
-            outcome = self.run_steps(start, schedule, (rates, stop), saver)
+            with self.progress(schedule) as report:
+                how = rates, stop, report, outcome, saver
+                self.run_steps(Loop(self.mode, self.world, schedule, *how))
             stopped_by = stop.agreed(self.world)
             if stopped_by is not None and self.world.is_first:
                 # At once: the checkpoint of large tables takes its time.
@@ -407,9 +382,8 @@ class Run:
                 logger.warning(end)
             measured = self.mode.summary()
             self.save(outcome, stopped_by, saver)
-            digest, dtype = None, build.dtype_of(self.config)
-            if wants_state_digest(self.config.run.digest, self.tables, dtype):
-                digest = state_digest(self.mode, self.tables, dtype, self.world)
+            how = self.mode, self.tables, build.dtype_of(self.config), saver.world
+            digest = state_digest(self.config.run.digest.lower(), *how)
             summary = self.summarise(start, outcome, measured, digest)
         return TrainResult(summary, stopped_by)
 
@@ -431,20 +405,15 @@ class Run:
 
         Of the run folder's own the newest that is whole. `files`: of `file_world`.
         """
-        start, damaged = self.start, set[Path]()
+        own = self.config, self.world, self.run_dir, self.identity()
+        start, others = self.starts or (None, find_starts(*own))
+        start = start or next(others)
         while True:
-            if start is None:
-                found = self.config, self.world, self.run_dir, self.identity(), damaged
-                start = find_start(*found)
             try:
                 self.load(start, files)
                 return start
             except DataError as error:
-                if self.config.trainer.resume != "auto" or start.folder is None:
-                    raise
-                pass_over(self.world, error)
-                damaged.add(start.folder)
-                start = None
+                start = others.throw(error)
 
     def load(self, start: Start, files: World) -> None:
         """Put the checkpoint of `start`, if it has one, into the mode."""
@@ -460,8 +429,8 @@ class Run:
         evaluations = want.eval_every, want.eval_steps
         schedule = make_schedule(self.source, start.step, want.steps, *evaluations)
         if isinstance(self.source, HotColdSource):
-            rate = self.config.data.phase_rate
-            schedule = PhasedSchedule.of(schedule, self.source, start.phase, rate)
+            phase = start.phase or Phase(self.config.data.phase_rate)
+            schedule = PhasedSchedule(**vars(schedule), phase=phase, sizes=self.source.sizes)
         if self.world.is_first and schedule.nothing_to_train:
             steps = f"{schedule.first_step} steps are done and trainer.steps is {schedule.steps}"
             logger.warning(f"nothing to train: {steps}")
@@ -470,39 +439,26 @@ class Run:
             logger.warning(f"trainer.eval_steps={want.eval_steps}, but {held_out}")
         return schedule
 
-    def run_steps(
-        self,
-        start: TrainerState,
-        schedule: Schedule,
-        how: tuple[Callable[[int], tuple[float, float]], StopRequest],
-        saver: Saver,
-    ) -> Outcome:
-        """Train and evaluate along the schedule; `how`: rates, and what asks for a stop."""
-        outcome = Outcome(start)
-        with self.progress(schedule) as report:
-            loop = Loop(self.mode, self.world, schedule, *how, report, outcome, saver=saver)
-            try:
-                return self.walk(loop)
-            except (DataError, StepTooLargeError, PeerError):
-                if outcome.state.step > start.step and self.mode.errors_are_common():
-                    self.rescue(outcome, saver)
-                raise
+    def run_steps(self, loop: Loop) -> None:
+        """Train and evaluate; after an error save the steps before it."""
+        outcome, begun = loop.outcome, loop.outcome.state.step
+        try:
+            self.walk(loop)
+        except (DataError, StepTooLargeError, PeerError):
+            # All ranks stand after the steps before one that could not be planned.
+            if outcome.state.step > begun and self.mode.errors_are_common():
+                try:
+                    loop.saver.write(outcome.state, outcome.metrics, periodic=False)
+                except DistcacheError as error:
+                    logger.warning("the steps before the error are not saved: %s", error)
+            raise
 
-    def walk(self, loop: Loop) -> Outcome:
+    def walk(self, loop: Loop) -> None:
         """Go through the batches of the source, stream by stream."""
-        outcome = loop.outcome
         for batches in loop.schedule.streams(self.source, self.world.rank, self.world.size):
-            outcome = loop.run(batches)
+            loop.run(batches)
             if loop.over:
                 break
-        return outcome
-
-    def rescue(self, outcome: Outcome, saver: Saver) -> None:
-        """Save the steps before one that could not be planned; all ranks stand after them."""
-        try:
-            saver.write(outcome.state, metrics_of(outcome.evaluation), periodic=False)
-        except DistcacheError as error:
-            logger.warning("the steps before the error are not saved: %s", error)
 
     def progress(self, schedule: Schedule) -> Progress:
         """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
@@ -516,7 +472,7 @@ class Run:
         """
         self.mode.flush()
         if self.config.run.save or stopped_by is not None or outcome.bad is not None:
-            saver.write(outcome.state, metrics_of(outcome.evaluation), periodic=False)
+            saver.write(outcome.state, outcome.metrics, periodic=False)
         if outcome.bad is not None:
             ranks = ", ".join(map(str, outcome.bad.bad_ranks))
             raise NonFiniteLossError(
@@ -530,17 +486,13 @@ class Run:
             logger.warning(f"{end}; go on with run.dir={self.run_dir}")
 
     def summarise(
-        self,
-        start: TrainerState,
-        outcome: Outcome,
-        measured: dict[str, Any],
-        digest: str | None,
+        self, start: TrainerState, outcome: Outcome, measured: dict[str, Any], digest: str | None
     ) -> dict[str, Any]:
         """The summary, equal on all ranks; rank 0 writes it to `summary.json`.
 
         `measured`: what only the mode knows. `steps` and all measures are this process's.
         """
-        evaluation, times = outcome.evaluation or EvalResult(None, None, None, 0), outcome.times
+        times = outcome.times
         values = measured | {
             "mode": self.config.parallel.mode,
             "world_size": self.world.size,
@@ -548,15 +500,13 @@ class Run:
             "steps": outcome.state.step - start.step,
             "global_batch_size": self.identity().global_batch_size or None,
             "final_loss": outcome.final_loss,
-            "eval_auc": evaluation.auc,
-            "eval_logloss": evaluation.logloss,
-            "eval_ne": evaluation.ne,
             "samples_per_second": times.samples_per_second(),
             "step_ms": times.step_ms(),
             "table_rows": sum(table.rows for table in self.tables),
             "loss_digest": outcome.state.loss_digest.hex() or None,
             "state_digest": digest,
         }
+        values |= outcome.metrics
         if isinstance(self.source, HotColdSource):
             values["hot_samples"] = self.source.share
             values["phase_rate"] = outcome.state.phase and outcome.state.phase.rate

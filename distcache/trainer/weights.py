@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,60 +16,29 @@ from torch.distributed.checkpoint import metadata
 
 from distcache.comm.link import together
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
 from distcache.store.table_files import Stored, find_weights, read_safetensors
 from distcache.trainer.checkpoint import finished
-from distcache.trainer.manifest import TABLES, BlockReader, Manifest
+from distcache.trainer.manifest import TABLES, BlockReader, Manifest, StoredRows
 
 logger = logging.getLogger(__name__)
-
-
-class _Blocks:
-    """The stored blocks of one value; those that the last rows came from stay in memory."""
-
-    def __init__(self, reader: BlockReader, name: str, value: metadata.TensorStorageMetadata):
-        self._reader, self._name, self._value = reader, name, value
-        self._held: dict[tuple[int, ...], Tensor] = {}
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the value. Raises DataError where blocks are damaged."""
-        shape, dtype = self._value.size, self._value.properties.dtype
-        out, held, found = torch.empty(stop - start, *shape[1:], dtype=dtype), {}, 0
-        for chunk in self._value.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            low, high = max(start, offsets[0]), min(stop, offsets[0] + sizes[0])
-            if low >= high:
-                continue
-            held[offsets] = self._held.get(offsets)
-            if held[offsets] is None:
-                held[offsets] = self._load(chunk)
-            spans = zip(offsets[1:], sizes[1:], strict=True)
-            part = out[low - start : high - start, *(slice(at, at + n) for at, n in spans)]
-            part.copy_(held[offsets][low - offsets[0] : high - offsets[0]])
-            found += part.numel()
-        self._held = held
-        if found != out.numel():
-            raise DataError(f"the checkpoint has not all rows of {self._name}: use another one")
-        return out
-
-    def _load(self, chunk: metadata.ChunkStorageMetadata) -> Tensor:
-        block = self._reader.load_block(metadata.MetadataIndex(self._name, chunk.offsets))
-        if block.shape != chunk.sizes:
-            raise DataError(f"{self._reader.path} has a block of {self._name} of another shape")
-        return block
 
 
 def checkpoint_values(folder: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint by name, such as `tables.<name>.weight`, to be read later, each
     block compared with its checksum. Raises DataError where the checkpoint is damaged."""
-    reader = BlockReader(folder, Manifest.read(folder))
-    return {
-        name: Stored(tuple(value.size), value.properties.dtype, _Blocks(reader, name, value).rows)
-        for name, value in reader.values.state_dict_metadata.items()
-        if isinstance(value, metadata.TensorStorageMetadata) and len(value.size)
-    }
+    reader, found = BlockReader(folder, Manifest.read(folder)), dict[str, Stored]()
+
+    def block(rows: StoredRows, start: int, stop: int) -> Tensor:
+        return rows.take(np.arange(start, stop))
+
+    for name, value in reader.values.state_dict_metadata.items():
+        if isinstance(value, metadata.TensorStorageMetadata) and len(value.size):
+            rows = partial(block, StoredRows(reader, name, value))
+            found[name] = Stored(tuple(value.size), value.properties.dtype, rows)
+    return found
 
 
 def weights_since(folder: Path, since: Path) -> dict[str, tuple[Stored, np.ndarray]]:
@@ -83,22 +53,18 @@ def weights_since(folder: Path, since: Path) -> dict[str, tuple[Stored, np.ndarr
     if base is None or Manifest.read(since).crc32 != base:
         return found
     reader = BlockReader(folder, manifest)
-    for name, value in reader.values.state_dict_metadata.items():
-        is_tensor = isinstance(value, metadata.TensorStorageMetadata)
-        if is_tensor and name in reader.older and name.endswith(".weight"):
+
+    def block(name: str, stored: Stored, start: int, stop: int) -> Tensor:
+        rows = torch.zeros(stop - start, *stored.shape[1:], dtype=stored.dtype)
+        reader.put_changed(name, start, rows)
+        return rows
+
+    for name, stored in checkpoint_values(folder).items():
+        if name in reader.older and name.endswith(".weight"):
             table = name.removeprefix(TABLES).removesuffix(".weight")
-            rows = partial(_changed_rows, reader, name, value)
-            stored = Stored(tuple(value.size), value.properties.dtype, rows)
-            found[table] = stored, reader.changed.ids(table)[0]
+            changed = replace(stored, block=partial(block, name, stored))
+            found[table] = changed, reader.changed_ids(table)[0]
     return found
-
-
-def _changed_rows(
-    reader: BlockReader, name: str, value: metadata.TensorStorageMetadata, start: int, stop: int
-) -> Tensor:
-    rows = torch.zeros(stop - start, *value.size[1:], dtype=value.properties.dtype)
-    reader.changed.put(name, start, rows)
-    return rows
 
 
 def init_from(

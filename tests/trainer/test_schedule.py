@@ -58,7 +58,7 @@ def test_a_schedule_over_a_source():
 
 
 def clock_of(rate: float, sizes: Sizes) -> PhasedSchedule:
-    return PhasedSchedule(0, None, None, 0, Phase(rate), 0, sizes)
+    return PhasedSchedule(0, None, None, 0, Phase(rate), sizes)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,10 @@ def clock_of(rate: float, sizes: Sizes) -> PhasedSchedule:
 def test_phases_of_an_epoch(sizes, rate, expected):
     clock, done, seen = clock_of(rate, lambda epoch: sizes), 0, []
     while done < sum(sizes):
-        phase = clock.begin(done)
+        phase = clock.begin()
         seen.append(f"{phase.kind}{phase.left}")
         done += phase.left
+        clock.phase = phase.forward(phase.left)
     assert " ".join(seen) == expected
 
 
@@ -90,15 +91,15 @@ def test_every_batch_once_whatever_the_losses(seed):
     clock = clock_of(float(rng.uniform(0.01, 1)), lambda epoch: tuple(each[epoch].tolist()))
     done, seen = 0, Counter()
     while done < total:
-        phase = clock.begin(done)
+        phase = clock.begin()
         assert phase.left > 0
         first = getattr(phase, phase.kind)
         seen.update((phase.epoch, phase.kind, first + at) for at in range(phase.left))
         done += phase.left
-        assert clock.position(done).due
-        assert 1 / max(each[phase.epoch]) <= clock.learn(done, losses[done]).rate <= 1 or (
-            clock.position(done).rate == phase.rate
-        )
+        clock.phase = phase.forward(phase.left)
+        assert clock.phase.due
+        rate = clock.learn(losses[done]).rate
+        assert 1 / max(each[phase.epoch]) <= rate <= 1 or rate == phase.rate
     assert done == total
     kinds = [(epoch, kind) for epoch in range(3) for kind in (HOT, COLD)]
     expected = zip(kinds, each.reshape(-1).tolist(), strict=True)
@@ -137,7 +138,8 @@ class Source:
 
 
 def phased(first: int, steps: int, every, batches: int, phase=None, rate=0.3) -> PhasedSchedule:
-    return PhasedSchedule.of(Schedule(first, steps, every, batches), Source(), phase, rate)
+    phase = phase or Phase(rate)
+    return PhasedSchedule(first, steps, every, batches, phase, lambda epoch: Source.sizes)
 
 
 def test_no_phase_becomes_shorter_than_an_evaluation():
@@ -146,7 +148,8 @@ def test_no_phase_becomes_shorter_than_an_evaluation():
         batches = list(stream)
         assert batches[-3:] == ["eval 0", "eval 1", "eval 2"]
         lengths.append(len(batches) - 3)
-        schedule.learn(sum(lengths), next(losses))
+        schedule.phase = schedule.phase.forward(lengths[-1])
+        schedule.learn(next(losses))
     assert lengths[:4] == [11, 6, 6, 3]
     assert lengths[-8:] == lengths[-16:-8] == [3, 2, 3, 2, 3, 1, 2, 1]
 
@@ -163,13 +166,13 @@ def trained(schedule: PhasedSchedule, stop_at: int | None, after_eval: bool = Tr
                 seen.append(batch)
                 done += 1
                 assert batch.endswith(f" {done - 1}")
-                positions[done] = schedule.position(done)
+                positions[done] = schedule.forward()
                 if done == stop_at and not after_eval:
                     return seen, positions
                 continue
             evaluated += 1
             if evaluated % schedule.eval_batches == 0:
-                positions[done] = schedule.learn(done, math.sin(done / 3))  # rises and falls
+                positions[done] = schedule.learn(math.sin(done / 3))  # rises and falls
                 if done == stop_at:
                     return seen, positions
         if done == stop_at:
