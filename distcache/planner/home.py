@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -151,14 +151,12 @@ class Ingested:
     """A step's rows at their home, U_h distinct `rows`, which its slots hold where it `fits`.
 
     `named`: them, until the step is planned `previous` as `loops.tell_new` gives it; `firsts`: the
-    canonical index of the first of each part, int64 `[K]`. Of the N rows asked for, those of rank r
-    go up to `ends[r]`.
+    canonical index of the first of each part, int64 `[K]`.
     """
 
     kind: str
     rows: int
     fits: bool
-    ends: list[int]
     named: loops.Named
     firsts: np.ndarray
 
@@ -178,13 +176,14 @@ class Ingested:
 
     def local(self, parts: Parts) -> np.ndarray:
         """The home's rows in canonical order, local int64 `[U_h]`."""
-        found, named = np.empty(self.rows, np.int64), self.named
-        loops.local_rows(named.distinct, named.bases, named.counts, parts.shape, found)
+        found = np.empty(self.rows, np.int64)
+        loops.local_rows(self.named, parts.shape, found)
         return found
 
     def replies(self) -> tuple[np.ndarray, ...]:
         """For each rank, int32: the canonical index of every row that it asked for."""
-        return tuple([self.named.labels[start:stop] for start, stop in pairwise([0, *self.ends])])
+        ends = [0, *self.named.starts[:, -1].tolist()]
+        return tuple([self.named.labels[start:stop] for start, stop in pairwise(ends)])
 
 
 @dataclass(frozen=True)
@@ -266,9 +265,20 @@ class Planner:
             counts = np.array([[len(request)] for request in requests])
         starts = np.empty((len(requests), counts.shape[1] + 1), np.int64)
         bases, sizes, firsts = np.empty((3, count), np.int64)
-        oldest, highest, waiting = self._window[0].named.step if self._window else -1, -1, 0
+        distinct, previous, labels = np.empty((3, len(rows)), np.int32)
+        if not self._window and step > self._planned:
+            self._planned = step - 1  # all steps before are
+        oldest = self._window[0].named.step if self._window else -1
+        last = self._window[-1].named.step if self._window else self._planned
+        if step != last + 1:
+            raise PlanError(f"step {step} does not follow {last}: steps come in order")
+        inner, highest, waiting = self.parts.shelves - self.parts.bits, -1, 0
+        named = loops.Named(
+            step, self._planned, self._looks_ahead, once, inner, rows, starts, bases,
+            distinct, previous, labels, sizes,
+        )  # fmt: skip
         if counts.shape == (len(requests), 1 << self.parts.shelves):
-            given = rows, np.ascontiguousarray(counts), starts, bases
+            given = named, np.ascontiguousarray(counts)
             highest, waiting = loops.spread_counts(self._home, oldest, *given)
         if highest < 0:
             raise PlanError(
@@ -280,23 +290,11 @@ class Planner:
                 f"step {step}: id {bad[0]} is row {rows[bad[0]]} of a home that has "
                 f"{self.parts.part_rows}: ids must lie within their tables"
             )
-        if not self._window and step > self._planned:
-            self._planned = step - 1  # all steps before are
-        last = self._window[-1].named.step if self._window else self._planned
-        if step != last + 1:
-            raise PlanError(f"step {step} does not follow {last}: steps come in order")
         if self._looks_ahead:
             self._make_room(step, waiting)
-        distinct, previous, labels = np.empty((3, len(rows)), np.int32)
-        inner = self.parts.shelves - self.parts.bits
-        named = loops.Named(
-            step, self._planned, self._looks_ahead, once, inner, rows, starts, bases,
-            distinct, previous, labels, sizes,
-        )  # fmt: skip
         self._take_in(named, decide)
         total, over = loops.sum_up(sizes, self._sizes, firsts)
-        ends = list(accumulate(map(len, requests)))
-        entry = Ingested(kind, int(total), over == 0, ends, named, firsts)
+        entry = Ingested(kind, int(total), over == 0, named, firsts)
         self._window.append(entry)
         return entry
 

@@ -46,18 +46,6 @@ def row_in(part: int, row: int, shape: np.ndarray) -> int:
     return local_of((part << inner) + row // shape[2], row % shape[2], bits)
 
 
-@compiled(types.void(in4, in8, in8, in8, out8))
-def local_rows(
-    rows: np.ndarray, bases: np.ndarray, counts: np.ndarray, shape: np.ndarray, local: np.ndarray
-) -> None:
-    """The local rows (int64) of `counts[p]` of `rows` from `bases[p]` on, for each part p."""
-    at = 0
-    for part in range(len(counts)):
-        for k in range(bases[part], bases[part] + counts[part]):
-            local[at] = row_in(part, rows[k], shape)
-            at += 1
-
-
 # -----------------------------------------------------------------------------
 # A home: its parts, and in each of them slots and their lists, first in, first out. A slot is in
 # one list at most.
@@ -107,41 +95,6 @@ FREE, STEPS = range(2)
 """Where lists begin beyond the slots."""
 
 _home = types.NamedTuple([out444, out44, out444, out8, out444, out88, out88, out8], Home)
-
-
-@compiled(types.UniTuple(i8, 2)(_home, i8, in4, in88, out88, out8))
-def spread_counts(
-    home: Home,
-    oldest: int,
-    rows: np.ndarray,
-    counts: np.ndarray,
-    starts: np.ndarray,
-    bases: np.ndarray,
-) -> tuple[int, int]:
-    """Where rows that ranks name begin, of `counts[r, s]` (int64 `[W, S]`) of rank r on shelf s.
-
-    Writes int64: `starts` `[W, S + 1]` by rank and shelf, and `bases` `[K]`, how many are in the
-    parts before each. Returns the highest of `rows` (int32 `[R]`) read without a sign, 0 for none,
-    -1 if the counts are not of R rows; and how many would wait at most, of the part that has most,
-    if all did, beside those of the step `oldest` and later ones, -1: there are none.
-    """
-    begin, before, most, highest = 0, 0, 0, np.uint32(0)
-    shelves, mask = counts.shape[1] // len(bases), home.begins.shape[1] - 1
-    for rank in range(len(counts)):
-        starts[rank, 0] = begin
-        for shelf in range(counts.shape[1]):
-            begin += counts[rank, shelf]
-            starts[rank, shelf + 1] = begin
-    for part in range(len(bases)):
-        bases[part], waiting = before, 0
-        for rank in range(len(counts)):
-            before += starts[rank, (part + 1) * shelves] - starts[rank, part * shelves]
-        if oldest >= 0:
-            waiting = home.heads[part] - home.begins[part, oldest & mask]
-        most = max(most, waiting + before - bases[part])
-    for i in range(len(rows)):
-        highest = max(highest, np.uint32(rows[i]))
-    return np.int64(highest) if begin == len(rows) else -1, most
 
 
 @compiled(types.UniTuple(i8, 2)(in8, in8, out8))
@@ -221,6 +174,44 @@ class Named(NamedTuple):
 _named = types.NamedTuple(
     [i8, i8, types.boolean, types.boolean, i8, out4, out88, out8, out4, out4, out4, out8], Named
 )
+
+
+@compiled(types.UniTuple(i8, 2)(_home, i8, _named, in88))
+def spread_counts(home: Home, oldest: int, named: Named, counts: np.ndarray) -> tuple[int, int]:
+    """Where rows that ranks name begin, of `counts[r, s]` (int64 `[W, S]`) of rank r on shelf s.
+
+    Writes `starts` and `bases`. Returns the highest of the rows read without a sign, 0 for none, -1
+    if the counts are not of so many rows; and how many would wait at most, of the part that has
+    most, if all did, beside those of the step `oldest` and later ones, -1: there are none.
+    """
+    starts, bases, rows = named.starts, named.bases, named.rows
+    begin, before, most, highest = 0, 0, 0, np.uint32(0)
+    shelves, mask = counts.shape[1] // len(bases), home.begins.shape[1] - 1
+    for rank in range(len(counts)):
+        starts[rank, 0] = begin
+        for shelf in range(counts.shape[1]):
+            begin += counts[rank, shelf]
+            starts[rank, shelf + 1] = begin
+    for part in range(len(bases)):
+        bases[part], waiting = before, 0
+        for rank in range(len(counts)):
+            before += starts[rank, (part + 1) * shelves] - starts[rank, part * shelves]
+        if oldest >= 0:
+            waiting = home.heads[part] - home.begins[part, oldest & mask]
+        most = max(most, waiting + before - bases[part])
+    for i in range(len(rows)):
+        highest = max(highest, np.uint32(rows[i]))
+    return np.int64(highest) if begin == len(rows) else -1, most
+
+
+@compiled(types.void(_named, in8, out8))
+def local_rows(named: Named, shape: np.ndarray, local: np.ndarray) -> None:
+    """The local rows (int64) of the distinct ones, of a home of `shape`."""
+    at = 0
+    for part in range(len(named.counts)):
+        for k in range(named.bases[part], named.bases[part] + named.counts[part]):
+            local[at] = row_in(part, named.distinct[k], shape)
+            at += 1
 
 
 @compiled(i8(_home, i8, _named, i8, i8))
@@ -317,85 +308,6 @@ def leave(
             break
         slot = after
     return count, latest
-
-
-@compiled(types.UniTuple(i8, 2)(_home, i8, i8, i8, in4, i8, out4, i8, i8))
-def take_pinned(
-    home: Home,
-    part: int,
-    step: int,
-    prefetch: int,
-    named: np.ndarray,
-    latest: int,
-    out: np.ndarray,
-    count: int,
-    wanted: int,
-) -> tuple[int, int]:
-    """`take` the slots of pinned rows, but for those that the step has `named` (int32): a scan, for
-    nothing lists them. A row that the window names again may have been used by the step before."""
-    index, row_of, table = home.index[part], home.row_of[part], home.table[part]
-    for k in range(len(named)):
-        if named[k] >= 0:
-            table[at(named[k]), LAST] = step
-    for before in range(step - prefetch, step + 1):
-        for slot in range(len(row_of)):
-            row = np.int64(row_of[slot])
-            if row < 0 or table[slot, LAST] == step:
-                continue
-            if index[at(row), HELD] != slot * LEVELS + PINNED:
-                continue
-            used = np.int64(index[at(row), NAMED])
-            used = used if used < step else step - 1
-            if used < before:
-                latest = max(latest, used)
-                table[slot, LAST], table[slot, NEXT] = step, NEVER
-                out[count] = slot
-                count += 1
-                if count == wanted:
-                    return count, latest
-    return count, latest
-
-
-@compiled(i8(_home, i8, i8, i8, i8, i8, in4, out4, i8, i8))
-def take(
-    home: Home,
-    part: int,
-    step: int,
-    newest: int,
-    prefetch: int,
-    highest: int,
-    named: np.ndarray,
-    out: np.ndarray,
-    first: int,
-    wanted: int,
-) -> int:
-    """Slots of `part` for the misses of `step`, to `out` from `first` up to `wanted`; they leave
-    their lists. Returns the latest last use among them, -1 for none; -2 if there are too few.
-
-    Free slots; then rows without a use in the window, lowest key first, up to key `highest`; then
-    those whose next use is farthest; of both such as no step since `step` - `prefetch` used. Where
-    these are short, holds are: oldest last use first. Last, pinned rows; those that the step has
-    `named` (int32: their slots) stay.
-    """
-    table, slots, mask = home.table[part], home.row_of.shape[1], home.begins.shape[1] - 1
-    by_key = slots + STEPS + mask + 1
-    keys = len(table) - by_key - 1
-    count, latest = leave(table, slots + FREE, step, step, True, -1, out, first, wanted)
-    for before in range(step - prefetch, step + 1):
-        for key in range(home.keys[part], highest + 1):
-            if count == wanted:
-                return latest
-            node = by_key + (key & keys)
-            count, latest = leave(table, node, step, before, True, latest, out, count, wanted)
-        for later in range(newest, step, -1):
-            if count == wanted:
-                return latest
-            node = slots + STEPS + (later & mask)
-            count, latest = leave(table, node, step, before, False, latest, out, count, wanted)
-    if count < wanted:
-        of = (part, step, prefetch, named, latest)
-        count, latest = take_pinned(home, *of, out, count, wanted)
-    return latest if count == wanted else -2
 
 
 @compiled(types.void(_home, i8, i8, i8))
@@ -554,6 +466,66 @@ def raise_keys(home: Home, part: int, base: int) -> None:
         home.keys[part] += 1
 
 
+@compiled(types.UniTuple(i8, 2)(_home, i8, _due, i8, i8, i8))
+def take_pinned(
+    home: Home, part: int, due: Due, latest: int, count: int, wanted: int
+) -> tuple[int, int]:
+    """`take` the slots of pinned rows, but for those that the step names: a scan, for nothing lists
+    them. A row that the window names again may have been used by the step before."""
+    index, row_of, table = home.index[part], home.row_of[part], home.table[part]
+    step, start = due.named.step, due.dense[part]
+    for slot in due.slots[start : start + due.named.counts[part]]:
+        if slot >= 0:
+            table[at(slot), LAST] = step
+    for before in range(step - due.prefetch, step + 1):
+        for slot in range(len(row_of)):
+            row = np.int64(row_of[slot])
+            if row < 0 or table[slot, LAST] == step:
+                continue
+            if index[at(row), HELD] != slot * LEVELS + PINNED:
+                continue
+            used = np.int64(index[at(row), NAMED])
+            used = used if used < step else step - 1
+            if used < before:
+                latest = max(latest, used)
+                table[slot, LAST], table[slot, NEXT] = step, NEVER
+                due.taken[count] = slot
+                count += 1
+                if count == wanted:
+                    return count, latest
+    return count, latest
+
+
+@compiled(i8(_home, i8, _due, i8))
+def take(home: Home, part: int, due: Due, misses: int) -> int:
+    """Slots of `part` for so many misses, to `due.taken`; they leave their lists. Returns the
+    latest last use among them, -1 for none; -2 if there are too few.
+
+    Free slots; then rows without a use in the window, lowest key first; then those whose next use
+    is farthest; of both such as none of the last P steps used. Where these are short, holds are:
+    oldest last use first. Last, pinned rows; those that the step names stay.
+    """
+    table, slots, mask = home.table[part], home.row_of.shape[1], home.begins.shape[1] - 1
+    by_key, step, out = slots + STEPS + mask + 1, due.named.step, due.taken
+    keys, highest = len(table) - by_key - 1, due.base + due.ranks[len(due.ranks) - 1]
+    first, wanted = due.dense[part], due.dense[part] + misses
+    count, latest = leave(table, slots + FREE, step, step, True, -1, out, first, wanted)
+    for before in range(step - due.prefetch, step + 1):
+        for key in range(home.keys[part], highest + 1):
+            if count == wanted:
+                return latest
+            node = by_key + (key & keys)
+            count, latest = leave(table, node, step, before, True, latest, out, count, wanted)
+        for later in range(due.newest, step, -1):
+            if count == wanted:
+                return latest
+            node = slots + STEPS + (later & mask)
+            count, latest = leave(table, node, step, before, False, latest, out, count, wanted)
+    if count < wanted:
+        count, latest = take_pinned(home, part, due, latest, count, wanted)
+    return latest if count == wanted else -2
+
+
 @compiled(i8(_home, i8, _due, i8))
 def fill(home: Home, part: int, due: Due, misses: int) -> int:
     """Give the slots of the part in `due.taken`, which then has those of the device, to the rows
@@ -587,9 +559,8 @@ def plan_part(home: Home, part: int, due: Due) -> None:
     step, size, misses = named.step, named.counts[part], look_up(home, part, due)
     node = home.row_of.shape[1] + STEPS + (step & (home.begins.shape[1] - 1))
     table[node, AFTER], table[node, BEFORE] = node, node
-    highest, when = due.base + due.ranks[len(due.ranks) - 1], (step, due.newest, due.prefetch)
     slots, counted = due.slots[start : start + size], due.counted[start : start + size]
-    latest = take(home, part, *when, highest, slots, due.taken, start, start + misses)
+    latest = take(home, part, due, misses)
     due.done[part, 0], due.done[part, 1], due.done[part, 2] = misses, 0, latest
     if latest < -1:
         return
