@@ -67,13 +67,34 @@ class Transfer:
         return replace(self, slots=slots, places=places, relay=relay)
 
 
-@dataclass(frozen=True)
-class ShardPlan:
+@dataclass(frozen=True, kw_only=True)
+class RegionPlan:
+    """What one rank does in a step with its replicated rows, or with its sharded ones. Tensors lie
+    on the CPU, all int32, but row numbers int64."""
+
+    slots: Tensor
+    """This device's slots of the step's rows that lie so, in canonical order: U replicated ones,
+    the same on all ranks, or H sharded ones of this home."""
+    source_rows: Tensor
+    """This home's rows as rank 0 asked for them, then rank 1, ...: index in its part."""
+    source_counts: tuple[int, ...]
+    """`[W]`: how many of `source_rows` come from each rank."""
+    fetch_slots: Tensor
+    """Slots that the fetched rows fill, of all homes, `[M]`, or of this one."""
+    fetch_rows: Tensor
+    """Row numbers that this home reads from the store, in the order of its part of those."""
+    evict_slots: Tensor
+    """Slots of this home whose rows leave before the fetched rows come in."""
+    evict_rows: Tensor
+    """The rows that leave, in the order of `evict_slots`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan(RegionPlan):
     """One rank's plan of the sharded rows of a step: cached by their homes alone.
 
     N: distinct sharded rows of this rank's ids, by home, then by first occurrence; H: those that
-    some rank named of this rank's home, in canonical order. Tensors lie on the CPU, all
-    int32, but row numbers int64.
+    some rank named of this rank's home.
     """
 
     distinct: int
@@ -82,25 +103,11 @@ class ShardPlan:
     """Of these, rows that are fetched."""
     counts: tuple[int, ...]
     """`[W]`: how many of this rank's N rows each home has."""
-    slots: Tensor
-    """`[H]`: this device's slots of its home's rows."""
-    source_rows: Tensor
-    """This home's rows as rank 0 named them, then rank 1, ...: indices below H."""
-    source_counts: tuple[int, ...]
-    """`[W]`: how many of `source_rows` come from each rank."""
     early: Transfer | None
     """Rows that no step after `move_after` changes before this one: they travel with movement.
     None where none ever does."""
     late: Transfer
     """The others, which travel after `apply` of the step before."""
-    fetch_slots: Tensor
-    """Slots that this home's fetched rows fill."""
-    fetch_rows: Tensor
-    """Row numbers that this home reads from the store, in the order of `fetch_slots`."""
-    evict_slots: Tensor
-    """Slots of this home whose rows leave before the fetched rows come in."""
-    evict_rows: Tensor
-    """The rows that leave, in the order of `evict_slots`."""
     runs: tuple[int, ...] = ()
     """Lengths of runs of ranks, which cover all W in order: this home sends a row to one rank of
     those of a run that named it. (): each rank is a run of its own."""
@@ -189,7 +196,7 @@ def _inside(values: Tensor, limit: int | None) -> bool:
     return limit is None or bool(((values >= 0) & (values < limit)).all())
 
 
-def _filled_again(part: StepPlan | ShardPlan) -> bool:
+def _filled_again(part: RegionPlan) -> bool:
     """Whether those of the evicted slots that the step itself uses are filled."""
     used = part.evict_slots[torch.isin(part.evict_slots, part.slots)]
     return bool(torch.isin(used, part.fetch_slots).all())
@@ -215,10 +222,9 @@ def _wrongly_passed(transfer: Transfer) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One rank's plan of one step for one group of tables. Tensors lie on the CPU, all int32, but
-    row numbers int64.
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(RegionPlan):
+    """One rank's plan of one step for one group of tables, and of its replicated rows.
 
     U: distinct rows of the global batch (the replicated ones); R: those of this rank's ids; n: this
     rank's ids; W: ranks; M: rows to fetch over all homes. Of a group with sharded rows, the N rows
@@ -241,26 +247,12 @@ class StepPlan:
     """`[R + N + 1]`: `order[segments[i]:segments[i + 1]]` are the occurrences of `touched[i]`."""
     touched_counts: tuple[int, ...]
     """`[W]`: how many of the R rows each home owns."""
-    slots: Tensor
-    """`[U]`: the device slot of each canonical row, the same on all ranks."""
     home_counts: tuple[int, ...]
     """`[W]`: distinct rows of each home; sums to U."""
-    source_rows: Tensor
-    """This home's rows as rank 0 asked for them, then rank 1, ...: index in its part."""
-    source_counts: tuple[int, ...]
-    """`[W]`: how many of `source_rows` come from each rank."""
     fetch: Tensor
     """`[M]`: canonical indices of the rows to fetch, by home."""
-    fetch_slots: Tensor
-    """`[M]`: slots that the fetched rows fill."""
     fetch_counts: tuple[int, ...]
     """`[W]`: how many of `fetch` each home reads from its store."""
-    fetch_rows: Tensor
-    """Row numbers that this home reads from the store, in the order of its part of `fetch`."""
-    evict_slots: Tensor
-    """Slots of this home whose rows leave before the fetched rows come in."""
-    evict_rows: Tensor
-    """The rows that leave, in the order of `evict_slots`."""
     move_after: int
     """Movement may start once `apply` of this step is done (-1: at once)."""
     lookup_hits: int

@@ -238,42 +238,20 @@ class GroupRows:
     def fill(self, plan: StepPlan, where: StepPlan, gathered: Gathered | None, link: Link) -> None:
         """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
         ranks; `where`: the plan on the device."""
-        replicated = sharded = None
-        if self.slots.replicated or self.group.hot is None:
-            slots = (plan.fetch_slots, where.fetch_slots)
-            replicated = (slots, plan.fetch_counts, plan.fetch_rows)
-        if plan.shard is not None and where.shard is not None:
-            slots = (plan.shard.fetch_slots, where.shard.fetch_slots)
-            sharded = (slots, plan.shard.fetch_rows)
-        self.fill_slots(gathered, replicated, sharded, link, f"fill {plan.step}")
-
-    def fill_slots(
-        self,
-        gathered: Gathered | None,
-        replicated: tuple[Slots, Sequence[int], Tensor] | None,
-        sharded: tuple[Slots, Tensor] | None,
-        link: Link,
-        what: str,
-    ) -> None:
-        """Put gathered rows of this home, first the replicated ones, into their slots.
-
-        `replicated`: slots of the rows of all homes, by home, how many each has, and this home's;
-        all ranks fill them, or none; `sharded`: slots and rows of this home alone.
-        """
         if gathered is None:
             return
-        weight, state = gathered.read()
-        own = 0 if replicated is None else replicated[2].shape[0]
-        if replicated is not None:
+        own, (weight, state) = plan.fetch_rows.shape[0], gathered.read()
+        if self.slots.replicated:
             first = weight[:own], None if state is None else state[:own]
-            self._fill_replicated(*replicated, first, link, what)
-        if sharded is not None and weight.shape[0] > own:
-            (slots, where), rows = sharded
+            slots, counts = (plan.fetch_slots, where.fetch_slots), plan.fetch_counts
+            self.fill_replicated(slots, counts, plan.fetch_rows, first, link, f"fill {plan.step}")
+        shard, there = plan.shard, where.shard
+        if shard is not None and there is not None and weight.shape[0] > own:
             rest = weight[own:], None if state is None else state[own:]
-            self.cache.fill(slots, rows, *rest, where)
+            self.cache.fill(shard.fetch_slots, shard.fetch_rows, *rest, there.fetch_slots)
         gathered.release()
 
-    def _fill_replicated(
+    def fill_replicated(
         self,
         slots: Slots,
         counts: Sequence[int],
@@ -283,7 +261,11 @@ class GroupRows:
         what: str,
     ) -> None:
         """Share the fetched rows with all ranks; their state too, unless homes keep it. Host memory
-        was read once, by the home; the copies travel over the device group."""
+        was read once, by the home; the copies travel over the device group.
+
+        `slots`: of the rows of all homes, by home; `counts`: how many each has; `own`: the rows of
+        this one, whose `values` were fetched. All ranks fill them.
+        """
         rank, size, (weight, state) = link.world.rank, link.world.size, values
         if size > 1:
             device, both = self.cache.device, self.cache.state_slots is None

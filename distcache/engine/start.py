@@ -229,10 +229,11 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
         hot, tail = hot[~is_tail], hot[is_tail]
     for taken, parts in warm_blocks(group, hot, slots.replicated, share):
         own = torch.from_numpy(parts[rank])
-        at = (torch.from_numpy(taken), None)
-        replicated = (at, [len(part) for part in parts], own)
-        gathered = rows.gather_rows(own, counts)
-        rows.fill_slots(gathered, replicated, None, link, "warm start")
+        at, lengths = (torch.from_numpy(taken), None), [len(part) for part in parts]
+        if (gathered := rows.gather_rows(own, counts)) is None:
+            return  # they have no store
+        rows.fill_replicated(at, lengths, own, gathered.read(), link, "warm start")
+        gathered.release()
     room, layout = slots.own_sharded, group.layout
     tail = tail[layout.home(tail) == rank]
     seats = Parts.of(room.stop - room.start, layout.most_rows).seats(layout.local(tail), share)
@@ -240,7 +241,9 @@ def _fill(rows: GroupRows, hot: np.ndarray, share: float, link: Link, counts: Mo
     for start in range(0, len(tail), _BLOCK):
         own = torch.from_numpy(tail[start : start + _BLOCK])
         at = torch.from_numpy(seats[start : start + _BLOCK])
-        rows.fill_slots(rows.gather_rows(own, counts), None, ((at, None), own), link, "warm start")
+        if (gathered := rows.gather_rows(own, counts)) is not None:
+            rows.cache.fill(at, own, *gathered.read())
+            gathered.release()
 
 
 def warm_blocks(
