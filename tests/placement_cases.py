@@ -12,6 +12,7 @@ import torch
 from scenarios import OPTIMIZERS, Outcome, Scenario, popularity_of, run_mode, table
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.data.batch import JaggedIds
 from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups, region_slots
 from distcache.parallel.cached import CachedSettings
 from distcache.planner.victims import Policy
@@ -72,10 +73,19 @@ def fitting_slots(
     return tuple(_fitting(group, batches, case.dtype) for group in groups)
 
 
+def distinct_rows(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> np.ndarray:
+    """The distinct rows of a group that ids name, ascending."""
+    bags = group_bags(group, ids, dtype)
+    rows = bags.ids.copy()
+    for start, stop, first in bags.pieces[:3].T if bags.pieces is not None else ():
+        rows[start:stop] += first
+    return np.unique(rows)
+
+
 def _fitting(group: TableGroup, batches: list, dtype: torch.dtype) -> int:
     world, needs = group.layout.world_size, [1, 1]  # of the replicated and of the sharded region
     for batch in batches:
-        rows = np.unique(group_bags(group, batch.ids, dtype).rows)
+        rows = distinct_rows(group, batch.ids, dtype)
         replicated = np.ones(len(rows), bool) if group.hot is None else np.isin(rows, group.hot)
         for region, own in enumerate((rows[replicated], rows[~replicated])):
             homes = np.bincount(group.layout.home(own), minlength=world)

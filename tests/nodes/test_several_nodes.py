@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from ebc_cases import Clicks, Pooled, batches, cached, loss_of, part
 from node_cases import open_nodes, place_of
+from placement_cases import distinct_rows
 from ranks import run_ranks
 from scenarios import (
     OPTIMIZERS,
@@ -40,7 +41,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from distcache import lookahead
 from distcache.comm.world import Nodes, World, close_world
 from distcache.engine import whole
-from distcache.engine.groups import Placement, TableGroup, group_bags, make_groups
+from distcache.engine.groups import Placement, TableGroup, make_groups
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
@@ -114,7 +115,7 @@ def named_rows(placement: Placement) -> Iterator[tuple[TableGroup, list[np.ndarr
     for step in range(CASE.steps):
         ids = [CASE.batch(step, rank, WORLD).ids for rank in range(WORLD)]
         for group in groups:
-            rows = [np.unique(group_bags(group, part, CASE.dtype).rows) for part in ids]
+            rows = [distinct_rows(group, part, CASE.dtype) for part in ids]
             yield group, [part[~np.isin(part, group.hot)] for part in rows]
 
 
