@@ -316,7 +316,7 @@ def test_planner(tmp_path) -> None:
             assert 0 < sum(turn["stage_ms"].values()) <= np.mean(turn["step_ms"])
             assert turn["cpu_ms"]["own"] > 0 and turn["stage_ms"][EXCHANGE] > 0
     inside, _ = of(records, "loops")
-    assert set(inside["ms"]) == {name for _, name in LOOPS} - {"mark"}  # which one rank needs not
+    assert set(inside["ms"]) == {name for _, name in LOOPS}
     assert all(ms > 0 for ms in inside["ms"].values())
     numbers = plan["rows_per_step"]
     assert plan["steady_eviction"] is True and plan["slots"] == 2622
