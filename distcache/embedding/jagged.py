@@ -265,9 +265,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         """The tables' configs."""
         return self._embedding_bag_configs
 
-    def embedding_configs(self) -> list[EmbeddingBagConfig]:
-        """The same, for wrappers that know no collection of bags but TorchRec's own."""
-        return self._embedding_bag_configs
+    embedding_configs = embedding_bag_configs
+    """The same, for wrappers that know no collection of bags but TorchRec's own."""
 
     @property
     def embedding_bags(self) -> nn.ModuleDict:

@@ -66,7 +66,8 @@ def draw_weights(
 
 
 class TableRows:
-    """The rows of table `index` as `TableWeight` and its views have them; holds no tables."""
+    """The rows of table `index` as `TableWeight` and its views have them; `tables()`: whose they
+    are, None once these are gone."""
 
     def __init__(self, tables: CollectionTables, index: int, rows: Tensor) -> None:
         """`rows` `[rows, D]`, a view of the store."""
