@@ -50,8 +50,9 @@ from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OV
 if TYPE_CHECKING:
     from distcache.engine.gradients import DeviceBags
     from distcache.engine.groups import GroupBags
-    from distcache.engine.movement import Gathered, MoveCounts
+    from distcache.engine.movement import MoveCounts
     from distcache.engine.queue import StepStream
+    from distcache.store.rows import Gathered
 
 HOST = "host"
 """The stream of a stage without device work."""

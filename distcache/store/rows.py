@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise, starmap
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +31,21 @@ from distcache.streams import Mark
 
 Rows = tuple[Tensor, Tensor | None]
 """Weights `[m, D]` and optimizer state `[m, S]`, or None where S = 0."""
+
+
+class Gathered(NamedTuple):
+    """Fetched rows of one step before they go to their slots.
+
+    `read`: the rows, for work of the current stream, `[M_h, D]`, and their state `[M_h, S]` or
+    None, on the host or the device; `release`: after all that reads them was issued on COPY_IN.
+    """
+
+    read: Callable[[], Rows]
+    release: Callable[[], None]
+
+
+def nothing() -> None:
+    """What is left to do where all is done."""
 
 
 # -----------------------------------------------------------------------------
@@ -202,15 +219,16 @@ class DirectRows:
         self,
         weight: Tensor,
         state: Tensor | None,
+        kind: RowKind,
         places: Callable[[np.ndarray], np.ndarray],
         device: torch.device,
     ) -> None:
-        """`places`: where in the tables rows lie, int64 `[m]` both.
+        """`kind`: of the rows; `places`: where in the tables they lie, int64 `[m]` both.
 
         Raises MemoryTooSmallError where the host does not lock the memory, ConfigError where the
         kernel that reads it cannot be had.
         """
-        self.device, self._places = device, places
+        self.device, self._kind, self._places = device, kind, places
         self._tables: list = [weight, state]
         self._registered: list[Tensor] = []
         self._events: dict[int, torch.cuda.Event] = {}  # after what each stream was last given
@@ -254,16 +272,23 @@ class DirectRows:
         self._mark()
         return found
 
-    def write(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """Write `weight` `[m, D]` and `state` `[m, S]`, on the device, to distinct `rows`.
+    def gather(self, rows: Tensor) -> Gathered:
+        """Rows to be `read`, after the write-backs of their own and of earlier steps; nothing to do
+        on the host."""
+        return Gathered(partial(self.read, rows), nothing)
+
+    def put(self, rows: Tensor, memory: Tensor) -> Callable[[], None]:
+        """Write to distinct `rows`, on the current stream, what lies in `memory`, on the device
+        (`RowKind.parts`); the host has nothing to do later.
 
         Raises PlanError for a row that does not lie here.
         """
         at = self._index(self._places(rows.numpy()))
-        for table, values in zip(self._tables, (weight, state), strict=True):
+        for table, values in zip(self._tables, self._kind.parts(memory), strict=True):
             if table is not None and values is not None and len(at):
                 ops.copy_rows(values, None, table, at)
         self._mark()
+        return nothing
 
     def marks(self) -> list[Mark]:
         """The last reads and writes, of each stream that they were on."""
@@ -523,7 +548,7 @@ class RowStore:
 
     def open_to(self, device: torch.device) -> DirectRows:
         """Let `device` use rows where they lie: `direct`."""
-        self.direct = DirectRows(self.weight, self.state, self.part.places, device)
+        self.direct = DirectRows(self.weight, self.state, self.kind, self.part.places, device)
         self.direct.try_out()
         return self.direct
 

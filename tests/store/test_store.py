@@ -30,7 +30,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import make_groups
 from distcache.engine.start import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
-from distcache.layout import RowLayout, TableSpec
+from distcache.layout import RowKind, RowLayout, TableSpec
 from distcache.optim import row_update
 from distcache.store import memory
 from distcache.store import rows as direct
@@ -494,7 +494,12 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
     assert torch.equal(weight.cpu(), expected[0]) and weight.device.type == device
     assert state is None if width == 0 else torch.equal(state.cpu(), expected[1])
     before = store.weight.clone()
-    rows_here.write(rows, weight + 1, None if state is None else state * 2)
+    new = weight + 1, None if state is None else state * 2
+    memory = torch.empty(4 * store.kind.nbytes, dtype=torch.uint8, device=device)
+    for part, values in zip(store.kind.parts(memory), new, strict=True):
+        if part is not None:
+            part.copy_(values)
+    rows_here.put(rows, memory)()
     for mark in rows_here.marks():
         mark.event.synchronize()
     before[rows] += 1
@@ -502,9 +507,9 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
     assert width == 0 or store.state.sum() == 0.5 * 3 * (57 + 4)
     empty = rows_here.read(rows[:0])
     assert empty[0].shape == (0, 8)
-    rows_here.write(rows[:0], *empty)
+    rows_here.put(rows[:0], memory[:0])
     for bad in ([57], [-1]):
-        for use in (rows_here.read, lambda rows: rows_here.write(rows, weight[:1], state)):
+        for use in (rows_here.read, lambda rows: rows_here.put(rows, memory[: store.kind.nbytes])):
             with pytest.raises(PlanError, match=rf"row {bad[0]} is outside \[0, 57\)"):
                 use(torch.tensor(bad))
     assert torch.equal(store.weight, before)
@@ -517,7 +522,8 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
 
 def on_gpu(weight: Tensor, state: Tensor | None = None) -> DirectRows:
     """Rows that lie at their own numbers."""
-    return DirectRows(weight, state, lambda rows: rows, torch.device("cuda"))
+    kind = RowKind(weight.shape[1], 0 if state is None else 2, weight.dtype, weight.dtype)
+    return DirectRows(weight, state, kind, lambda rows: rows, torch.device("cuda"))
 
 
 class FakeEvent:
@@ -606,7 +612,8 @@ def test_memory_that_cannot_be_let_go_of_stays_mapped(
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_what_does_not_work_is_found_at_once(monkeypatch, what) -> None:
     table, copy = torch.ones(3, 4), ops.copy_rows
-    rows = DirectRows(table, None, lambda rows: rows, torch.device("cpu"))
+    kind = RowKind(4, 0, table.dtype, table.dtype)
+    rows = DirectRows(table, None, kind, lambda rows: rows, torch.device("cpu"))
     rows.try_out()
     assert table.eq(1).all()
 
