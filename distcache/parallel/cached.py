@@ -47,7 +47,6 @@ from distcache.parallel.base import (
     StepStatistics,
     held_bytes,
     predict,
-    stage_values,
 )
 from distcache.popularity.statistics import Popularity
 from distcache.store.table_files import Stored
@@ -413,7 +412,7 @@ class CachedParallel(Parallel):
     def progress(self) -> dict[str, Any]:
         """See `Parallel.progress`."""
         rate = self.statistics.hit_rate() if self.settings.mode == "data" else None
-        values = stage_values(self.clock)
+        values = self.clock.lap()
         return values if rate is None else {"hit_rate": rate} | values
 
     def watch(self, watcher: Watcher) -> None:
