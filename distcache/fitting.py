@@ -155,7 +155,6 @@ class OwnRun(Run):
 
     def walk(self, loop: Loop) -> None:
         """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
-        outcome = loop.outcome
         try:
             loop.run(self._batches(loop.schedule))
         except StepTooLargeError as error:  # the loaders say how large a batch is, not a key
@@ -163,9 +162,9 @@ class OwnRun(Run):
             raise
         self.train.close()
         stopped = loop.stop.agreed(self.world) is not None
-        if not (outcome.state.step or outcome.bad or stopped or loop.schedule.nothing_to_train):
+        if not (loop.state.step or loop.bad or stopped or loop.schedule.nothing_to_train):
             self._refuse_empty()
-        late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
+        late = loop.evaluation is None and loop.bad is None and self.eval_count > 0
         if late and not stopped:
             loop.run(self._evaluation(self._width()))
 
