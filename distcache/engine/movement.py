@@ -15,7 +15,7 @@ from torch import Tensor
 from distcache.cache import FOREIGN, DeviceCache, StagingRing
 from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
 from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
-from distcache.engine.groups import RegionSlots, TableGroup
+from distcache.engine.groups import RegionSlots, TableGroup, TableSettings
 from distcache.engine.step import (
     FILL,
     GATHER,
@@ -400,16 +400,10 @@ class Mover:
         rows: Sequence[GroupRows],
         link: Link,
         streams: Streams,
-        dtype: torch.dtype,
-        pooled: bool = True,
-        early: bool = False,
-        refetches: bool = False,
+        settings: TableSettings,
     ) -> None:
-        """`dtype`: of a batch's dense features and labels on the device; `pooled`: what lookups
-        give, see `lookups_of`; `early`: plans have rows that travel early; `refetches`: and rows
-        that they evict and fetch."""
-        self._rows, self._dtype, self._pooled = list(rows), dtype, pooled
-        self._streams = streams
+        self._rows, self._streams = list(rows), streams
+        self._dtype, self._pooled = settings.dtype, settings.pooled
         self._common: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that steps have in common, by `id`: that of the host, and that of the device."""
         self._sent = CollectiveCounters(link.world.nodes, link.world.rank)
@@ -419,10 +413,10 @@ class Mover:
         self._ahead: Stages = (gather,)
         self._stages: Stages = (write_back, fill)
         self._behind: Stages = (scatter,)
-        if refetches:
+        if settings.mode == "host":  # whose plans evict rows that they fetch
             self._ahead, self._behind = (), ()
             self._stages = (write_back, scatter, gather, fill)
-        if early:
+        if settings.shares_early(link.world):
             self._stages += ((SHARE_EARLY, self._share_early),)
 
     def move(self, flight: Flight, lane: str, shake: Shake) -> None:
