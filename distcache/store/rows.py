@@ -26,7 +26,7 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops.reference import as_numpy, check_rows, check_values, put_rows, take_rows
-from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
+from distcache.store.memory import describe_bytes, share_memory, tensor_in
 from distcache.streams import Mark
 
 Rows = tuple[Tensor, Tensor | None]
@@ -362,36 +362,11 @@ def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda
         held.clear()
 
 
-_WAY_OUT = (
+WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), more nodes, or a machine or control group with more memory"
 )
-
-
-def create_stores(
-    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype, world: World
-) -> list[RowStore]:
-    """The stores of all groups, checked as a whole before the first is made; called by all ranks.
-
-    Raises MemoryTooSmallError on every rank when some node's memory does not hold its part.
-    """
-
-    def check() -> None:
-        if not world.local_rank:
-            pairs = zip(layouts, state_widths, strict=True)
-            needed = sum(sum(NodePart(own, world).bytes(width, dtype)) for own, width in pairs)
-            require_memory(needed, "the tables and their optimizer state", _WAY_OUT)
-
-    together(world, check)
-    stores: list[RowStore] = []
-    try:
-        for layout, width in zip(layouts, state_widths, strict=True):
-            stores.append(RowStore(layout, width, dtype, world))
-    except DistcacheError:
-        for store in stores:
-            store.close()
-        raise
-    return stores
+"""What a user can change where a host does not hold its rows."""
 
 
 class RowStore:
@@ -420,7 +395,7 @@ class RowStore:
         first, second = self.part.bytes(state_width, dtype)
         stored = self.kind.stored
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {stored}"
-        memory = share_memory(first + second, world, what, _WAY_OUT)
+        memory = share_memory(first + second, world, what, WAY_OUT)
         self._weight: Tensor | None = tensor_in(memory, 0, (rows, layout.dim), stored)
         self.state: Tensor | None = None
         """All optimizer state of the node, `[R, S]`, shared by its ranks; None when S = 0."""
@@ -491,7 +466,7 @@ class RowStore:
             raise PlanError(f"rows with {self.state_width} floats of state cannot get {width}")
         size, what = (self.part.rows, width), f"{width} floats of state of {self.part.rows} rows"
         nbytes = size[0] * width * self.dtype.itemsize
-        self.state = tensor_in(share_memory(nbytes, world, what, _WAY_OUT), 0, size, self.dtype)
+        self.state = tensor_in(share_memory(nbytes, world, what, WAY_OUT), 0, size, self.dtype)
         self.state_width, self.nbytes = width, self.nbytes + nbytes
         own = self.state.numpy()[world.local_rank :: world.local_size]
         together(world, lambda: np.copyto(own, initial.numpy()) if initial.any() else None)
