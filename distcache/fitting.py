@@ -26,7 +26,7 @@ from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec, stored_dtype
 from distcache.train import is_restart, needs_shared_folder, open_run_folder
 from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import RunIdentity, Start, TrainerState, check_run_folder
+from distcache.trainer.checkpoint import Start, TrainerState, check_run_folder
 from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
@@ -51,12 +51,14 @@ class OwnSource:
 
     Nothing is known of the data but their last batch, which a run that goes on compares.
     `ids_per_step`: of the first batch of the rank that looks up most; None where nobody asked.
+    `global_batch_size`: batches are of any size.
     """
 
     features: tuple[str, ...]
     table_rows: tuple[int, ...]
     ids_per_step: int | None = None
     steps_per_epoch: None = None
+    global_batch_size: int = 0
     identity: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -215,10 +217,6 @@ class OwnRun(Run):
         """Steps until the first rank's end, where all loaders know their lengths."""
         lengths = together(self.world, lambda: length_of(self.train))
         return None if None in lengths else min(lengths)
-
-    def identity(self) -> RunIdentity:
-        """See `Run.identity`; the batches are of any size."""
-        return replace(super().identity(), global_batch_size=0)
 
 
 def _key(rank: int) -> str:
@@ -448,7 +446,7 @@ def fit(
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
-        starts = find_starts(config, own_world, run_dir, replace(identity, global_batch_size=0))
+        starts = find_starts(config, own_world, run_dir, identity)
         begin = next(starts), starts
         if opens_window(config) or parallel == "hybrid":  # whose kernels are made for weights
             ids, weighted = zip(*together(own_world, train.first_look), strict=True)

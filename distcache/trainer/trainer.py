@@ -279,7 +279,7 @@ def identity_of(
         dtype=config.trainer.dtype,
         optimizer=config.optim.name,
         seed=config.trainer.seed,
-        global_batch_size=config.data.global_batch_size,
+        global_batch_size=getattr(source, "global_batch_size", config.data.global_batch_size),
         steps_per_epoch=source.steps_per_epoch,
         tables=tuple(
             (own.name, own.rows, own.dim, *([] if own.dtype is None else [str(own.dtype)]))
