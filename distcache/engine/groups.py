@@ -207,10 +207,6 @@ class Placement:
     digest: str = ""
     early: bool = True
 
-    def on(self, world: World) -> Placement:
-        """Itself; with one rank, where all placements are the same, `replicated`."""
-        return self if world.size > 1 else Placement()
-
     def groups(self, groups: Sequence[TableGroup]) -> list[TableGroup]:
         """`groups` with their replicated rows."""
         return [replace(group, hot=self._hot(group)) for group in groups]
@@ -255,8 +251,9 @@ class TableSettings:
     planner_threads: int = 1
 
     def placed(self, world: World) -> Placement:
-        """How rows lie; the modes without a cache have them on every rank."""
-        return self.placement.on(world) if self.mode == "data" else Placement()
+        """How rows lie; the modes without a cache have them on every rank, and on one rank all
+        placements are the same."""
+        return self.placement if self.mode == "data" and world.size > 1 else Placement()
 
     def shares_early(self, world: World) -> bool:
         """Whether sharded rows may travel before the step that reads them."""
