@@ -38,7 +38,7 @@ from distcache.parallel.base import Parallel, Step, StepResult, tf32
 from distcache.popularity.hot_cold import HotColdSource
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import (
-    RunIdentity,
+    Identity,
     Start,
     TrainerState,
     chain_loss,
@@ -46,6 +46,7 @@ from distcache.trainer.checkpoint import (
     file_world,
     find,
     finished,
+    most_bytes,
     state_digest,
 )
 from distcache.trainer.record import (
@@ -271,26 +272,26 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
 
 def identity_of(
     config: Config, world: World, source: BatchSource, tables: Sequence[TableSpec]
-) -> RunIdentity:
+) -> Identity:
     """What a checkpoint of a run has in common with a run that resumes it."""
-    return RunIdentity(
-        mode=config.parallel.mode,
-        world_size=world.size,
-        dtype=config.trainer.dtype,
-        optimizer=config.optim.name,
-        seed=config.trainer.seed,
-        global_batch_size=getattr(source, "global_batch_size", config.data.global_batch_size),
-        steps_per_epoch=source.steps_per_epoch,
-        tables=tuple(
+    return {
+        "mode": config.parallel.mode,
+        "world_size": world.size,
+        "dtype": config.trainer.dtype,
+        "optimizer": config.optim.name,
+        "seed": config.trainer.seed,
+        "global_batch_size": getattr(source, "global_batch_size", config.data.global_batch_size),
+        "steps_per_epoch": source.steps_per_epoch,
+        "tables": tuple(
             (own.name, own.rows, own.dim, *([] if own.dtype is None else [str(own.dtype)]))
             for own in tables
         ),
-        data=tuple(sorted(source.identity.items())),
-    )
+        "data": tuple(sorted(source.identity.items())),
+    }
 
 
 def find_starts(
-    config: Config, world: World, run_dir: Path, identity: RunIdentity
+    config: Config, world: World, run_dir: Path, identity: Identity
 ) -> Generator[Start, None, None]:
     """Where `trainer.resume` has the run begin, compared with this run before tables are made: the
     newest checkpoint of the run folder that is whole, a given one, or the beginning.
@@ -304,7 +305,7 @@ def find_starts(
         folders = on_first(world, lambda: finished(run_dir) if auto else [find(Path(want.resume))])
     for folder in folders:
         try:
-            with file_world(world, identity.most_bytes) as files:
+            with file_world(world, most_bytes(identity)) as files:
                 start = compare(folder, identity, files, same)
             yield start
         except DataError as error:
@@ -340,7 +341,7 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            with file_world(self.world, self.identity().most_bytes) as files:
+            with file_world(self.world, most_bytes(self.identity())) as files:
                 begun = self.resume(files)
                 want = self.config.trainer
                 if begun.folder is None and want.init_from is not None:
@@ -388,7 +389,7 @@ class Run:
         every = cadence(want.checkpoint_every) if run.save else (None, None)
         best = None if want.keep_best == "none" else want.keep_best
         header = {
-            "run": asdict(self.identity()),
+            "run": self.identity(),
             "config": plain(asdict(self.config)),
             "versions": versions_here(),
         }
@@ -492,7 +493,7 @@ class Run:
             "world_size": self.world.size,
             "first_step": start.step,
             "steps": loop.state.step - start.step,
-            "global_batch_size": self.identity().global_batch_size or None,
+            "global_batch_size": self.identity()["global_batch_size"] or None,
             "final_loss": loop.final_loss,
             "samples_per_second": loop.times.samples_per_second(),
             "step_ms": loop.times.step_ms(),
@@ -512,6 +513,6 @@ class Run:
 
         return on_first(self.world, write)
 
-    def identity(self) -> RunIdentity:
+    def identity(self) -> Identity:
         """What a checkpoint of this run has in common with a run that resumes it."""
         return identity_of(self.config, self.world, self.source, self.tables)
