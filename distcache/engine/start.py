@@ -23,23 +23,13 @@ from distcache.engine.groups import (
     region_slots,
     state_slots,
 )
-from distcache.engine.movement import (
-    GroupRows,
-    MoveCounts,
-)
+from distcache.engine.movement import GroupRows, MoveCounts
 from distcache.engine.planning import Region, StreamPlanner, home_regions
 from distcache.optim import RowUpdate
 from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
 from distcache.popularity.statistics import GroupPopularity
 from distcache.store.memory import describe_bytes, require_memory
-from distcache.store.rows import (
-    WAY_OUT,
-    ZERO_COPY,
-    NodePart,
-    RowStore,
-    draw_tables,
-    put_block,
-)
+from distcache.store.rows import WAY_OUT, ZERO_COPY, NodePart, RowStore, draw_tables, put_block
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
 log = logging.getLogger(__name__)

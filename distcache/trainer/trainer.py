@@ -59,13 +59,7 @@ from distcache.trainer.record import (
     plain,
 )
 from distcache.trainer.saving import Keeping, Saver
-from distcache.trainer.schedule import (
-    Phase,
-    PhasedSchedule,
-    Schedule,
-    arrange,
-    make_schedule,
-)
+from distcache.trainer.schedule import Phase, PhasedSchedule, Schedule, arrange, make_schedule
 from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
