@@ -195,11 +195,6 @@ class CachedTables:
         """Let L be `steps` from the next stream on; by all ranks, while none is open."""
         self.settings = self.planner.settings = replace(self.planner.settings, lookahead=steps)
 
-    def quiet(self) -> None:
-        """Between two steps: let no row move until the next step is opened."""
-        if self.stream is not None:
-            self.stream.quiet()
-
     def end(self, limit_s: float, orderly: bool = True) -> bool:
         """End the stream that is open, after the same step on all ranks; whether its threads ended
         in time. Safe to call twice. Raises what went wrong with moving rows."""
@@ -445,7 +440,8 @@ class CachedTables:
             return self.last_step, applied
 
         with self.whole:
-            self.quiet()
+            if self.stream is not None:
+                self.stream.quiet()
         steps = together(self.world, whole_steps)
         if len(set(steps)) > 1:
             counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))
@@ -506,11 +502,6 @@ class CachedTables:
         """Raise PlanError once rows are cached, which would hide what a load fills in."""
         if self.last_step >= 0 or self.warmed > 0:
             raise PlanError("a step was run or rows are cached: load a checkpoint before that")
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `WholeTables.state` gave and a load filled; see `require_unused`."""
-        self.require_unused()
-        self.whole_tables.load(state)
 
     def release(self) -> list[RowStore]:
         """End, once no stream is open, and hand over the stores; safe to call twice."""

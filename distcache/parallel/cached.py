@@ -384,7 +384,7 @@ class CachedParallel(Parallel):
         )
         self.model.load_state_dict(model)
         load_state(self.dense_optimizer, self.model, optimizer)
-        self.tables.load(state)
+        self.tables.whole_tables.load(state)
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
