@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,11 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
         model = build.build_dense(config, tables, source.dense_features)
         mode = build.build_parallel(config, world, tables, model, source)
         identity = identity_of(config, world, source, tables)
-        header = {"run": asdict(identity)}
+        header = {"run": identity}
         try:
             with (
                 scratch(world, options.folder) as home,
-                file_world(world, identity.most_bytes) as files,
+                file_world(world, checkpoint.most_bytes(identity)) as files,
             ):
                 records = rates(Files(mode, files, home, header, identity), options.repetitions)
                 if world.size == 1:
@@ -103,7 +103,7 @@ class Files:
     world: World
     home: Path
     header: Record
-    identity: checkpoint.RunIdentity
+    identity: checkpoint.Identity
 
     def __post_init__(self) -> None:
         self.folder = self.home / CHECKPOINTS / "step_00000001"

@@ -23,11 +23,11 @@ from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.turns import ratios, shown, spread, take_turns
-from distcache.engine.movement import Access, InPlace, Staged
+from distcache.engine.movement import Access, Staged
 from distcache.layout import RowLayout, TableSpec
 from distcache.ops.reference import put_rows, take_rows
 from distcache.store.memory import require_memory
-from distcache.store.rows import RowStore
+from distcache.store.rows import DirectRows, RowStore
 from distcache.streams import COPY_IN, COPY_OUT, Streams
 
 MEMORY, DEVICE = "memory", "device"
@@ -109,7 +109,7 @@ def to_device(options: RowsOptions, width: int, stack: ExitStack) -> Copies:
     streams = Streams(world.device)
     ways: dict[str, Access] = {
         "staged": Staged(store, world.device, streams, 0),
-        "zero_copy": InPlace(store.open_to(world.device), store.kind, streams.wait),
+        "zero_copy": store.open_to(world.device),
     }
 
     def calls(count: int) -> Calls:
@@ -167,7 +167,8 @@ def _put(way: Access, streams: Streams, block: Tensor, rows: Tensor) -> None:
     """Bring rows to the store, and wait until they are there; `block`: their bytes."""
     with streams.on(COPY_OUT):
         way.put(rows, block)()
-        way.settle()
+        for mark in way.marks() if isinstance(way, DirectRows) else ():
+            streams.wait(mark)
 
 
 def _section(title: str, note: str, part: str) -> Section:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from distcache.data.files import read_json, write_json
 from distcache.parallel.base import tf32
 from distcache.train import in_world, launch
 from distcache.trainer import build
-from distcache.trainer.checkpoint import file_world, load
+from distcache.trainer.checkpoint import file_world, load, most_bytes
 from distcache.trainer.record import Evaluation
 from distcache.trainer.schedule import make_schedule
 from distcache.trainer.trainer import find_starts, identity_of
@@ -116,14 +116,14 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
     refuse_if(not schedule.eval_batches, f"{none}an end, trainer.eval_steps")
     # Nothing goes on here that depends on the number of ranks: that of the run is as good as any.
     was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
-    identity = identity_of(config, world, source, tables)
-    identity = replace(identity, world_size=was["world_size"])
+    own = identity_of(config, world, source, tables)
+    identity = {**own, "world_size": was["world_size"]}
     start = next(find_starts(config, world, run_dir, identity))
     mode = build.build_parallel(config, world, tables, model, source)
     mode.scratch = run_dir
     found = Evaluation(None if predictions is None else partial(write_predictions, predictions))
     try:
-        with file_world(world, identity.most_bytes) as files:
+        with file_world(world, most_bytes(identity)) as files:
             load(start, mode, files)
         with tf32(config.trainer.tf32):
             for step in mode.stream(schedule.batches(source, world.rank, world.size)):

@@ -26,7 +26,7 @@ from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec, stored_dtype
 from distcache.train import is_restart, needs_shared_folder, open_run_folder
 from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import RunIdentity, Start, TrainerState, check_run_folder
+from distcache.trainer.checkpoint import Start, TrainerState, check_run_folder
 from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
@@ -51,12 +51,14 @@ class OwnSource:
 
     Nothing is known of the data but their last batch, which a run that goes on compares.
     `ids_per_step`: of the first batch of the rank that looks up most; None where nobody asked.
+    `global_batch_size`: batches are of any size.
     """
 
     features: tuple[str, ...]
     table_rows: tuple[int, ...]
     ids_per_step: int | None = None
     steps_per_epoch: None = None
+    global_batch_size: int = 0
     identity: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -155,7 +157,6 @@ class OwnRun(Run):
 
     def walk(self, loop: Loop) -> None:
         """Train until the end; then evaluate, where the last evaluation is of an earlier state."""
-        outcome = loop.outcome
         try:
             loop.run(self._batches(loop.schedule))
         except StepTooLargeError as error:  # the loaders say how large a batch is, not a key
@@ -163,9 +164,9 @@ class OwnRun(Run):
             raise
         self.train.close()
         stopped = loop.stop.agreed(self.world) is not None
-        if not (outcome.state.step or outcome.bad or stopped or loop.schedule.nothing_to_train):
+        if not (loop.state.step or loop.bad or stopped or loop.schedule.nothing_to_train):
             self._refuse_empty()
-        late = outcome.evaluation is None and outcome.bad is None and self.eval_count > 0
+        late = loop.evaluation is None and loop.bad is None and self.eval_count > 0
         if late and not stopped:
             loop.run(self._evaluation(self._width()))
 
@@ -216,10 +217,6 @@ class OwnRun(Run):
         """Steps until the first rank's end, where all loaders know their lengths."""
         lengths = together(self.world, lambda: length_of(self.train))
         return None if None in lengths else min(lengths)
-
-    def identity(self) -> RunIdentity:
-        """See `Run.identity`; the batches are of any size."""
-        return replace(super().identity(), global_batch_size=0)
 
 
 def _key(rank: int) -> str:
@@ -449,7 +446,7 @@ def fit(
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
-        starts = find_starts(config, own_world, run_dir, replace(identity, global_batch_size=0))
+        starts = find_starts(config, own_world, run_dir, identity)
         begin = next(starts), starts
         if opens_window(config) or parallel == "hybrid":  # whose kernels are made for weights
             ids, weighted = zip(*together(own_world, train.first_look), strict=True)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from distcache.comm.world import World
 from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import RunIdentity, TrainerState, file_world
+from distcache.trainer.checkpoint import Identity, TrainerState, file_world, most_bytes
 from distcache.trainer.manifest import BlockReader, Manifest
 
 
@@ -35,29 +34,38 @@ class Plain:
         self.values = state
 
 
-def save(folder: Path, mode: Any, identity: RunIdentity, state: TrainerState, world: World) -> None:
+_COMMON = ("mode", "world_size", "dtype", "optimizer", "seed", "global_batch_size")
+
+
+def identity_of(*values: Any, steps_per_epoch: int | None = None) -> dict[str, Any]:
+    """What a run has in common with its checkpoints: of `_COMMON` in order, and its tables."""
+    given = zip((*_COMMON, "tables"), values, strict=True)
+    return dict(given) | {"steps_per_epoch": steps_per_epoch, "data": ()}
+
+
+def save(folder: Path, mode: Any, identity: Identity, state: TrainerState, world: World) -> None:
     """Write a checkpoint of `mode`; by all ranks."""
-    header = {"run": asdict(identity)} | state.header()
-    with file_world(world, identity.most_bytes) as files:
+    header = {"run": identity} | state.header()
+    with file_world(world, most_bytes(identity)) as files:
         checkpoint.make_room(files, folder)
         checkpoint.save(folder, checkpoint.captured(mode, {}, False), header, files)
 
 
 def resume(
-    path: Path, mode: Any, identity: RunIdentity, world: World, same_data: bool = True
+    path: Path, mode: Any, identity: Identity, world: World, same_data: bool = True
 ) -> TrainerState:
     """Compare, then load, as a run does; the state of training."""
-    with file_world(world, identity.most_bytes) as files:
+    with file_world(world, most_bytes(identity)) as files:
         start = checkpoint.compare(checkpoint.find(path), identity, files, same_data)
         checkpoint.load(start, mode, files)
     return start.state
 
 
 def save_format_2(
-    folder: Path, values: Mapping[str, Any], identity: RunIdentity, state: TrainerState
+    folder: Path, values: Mapping[str, Any], identity: Identity, state: TrainerState
 ) -> None:
     """A checkpoint as version 2 of the format has it, by one rank."""
-    header = {"format": 2, "run": asdict(identity)} | state.header()
+    header = {"format": 2, "run": identity} | state.header()
     dcp_save(
         dict(values) | {"trainer": json.dumps(header)}, storage_writer=FileSystemWriter(folder)
     )

@@ -89,7 +89,7 @@ class DeviceBags:
     Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
     of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
     `positions` is in the order of the bags that come out, so that nothing is rearranged after.
-    `counts`: ids of each feature, where every id is a bag of its own (`bags_of_one`). `touched`:
+    `counts`: ids of each feature, where every id is a bag of its own (`lookups_of`). `touched`:
     None where that is all `leaf_rows`, in their order.
     """
 
@@ -183,7 +183,8 @@ def lookups_of(
         if not pooled:
             ends = own.offsets.numpy()[:: max(size, 1)][: own.features + 1]
             counts = tuple(np.diff(ends).tolist()) if size else (0,) * own.features
-            own = bags_of_one(own)
+            ones = _ends_of_one(len(own.ids))
+            own = replace(own, features=1, offsets=ones, weights=None, scale=None)
         found.append(DeviceBags.of(own, seen, device, counts))
         start += size
     return found
@@ -284,12 +285,6 @@ class PooledLookup(torch.autograd.Function):
         positions = bags.positions.index_select(0, bags.bag_of) if bags.single else bags.positions
         products = ctx.leaf.index_select(0, positions) * gradient.index_select(0, bags.bag_of)
         return rows, None, products.sum(1)
-
-
-def bags_of_one(bags: GroupBags) -> GroupBags:
-    """The same ids, each a bag of its own, without weights: n bags."""
-    ones = _ends_of_one(len(bags.ids))
-    return replace(bags, features=1, offsets=ones, weights=None, scale=None)
 
 
 class RowLookup(torch.autograd.Function):

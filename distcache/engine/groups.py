@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -207,10 +207,6 @@ class Placement:
     digest: str = ""
     early: bool = True
 
-    def on(self, world: World) -> Placement:
-        """Itself; with one rank, where all placements are the same, `replicated`."""
-        return self if world.size > 1 else Placement()
-
     def groups(self, groups: Sequence[TableGroup]) -> list[TableGroup]:
         """`groups` with their replicated rows."""
         return [replace(group, hot=self._hot(group)) for group in groups]
@@ -255,8 +251,9 @@ class TableSettings:
     planner_threads: int = 1
 
     def placed(self, world: World) -> Placement:
-        """How rows lie; the modes without a cache have them on every rank."""
-        return self.placement.on(world) if self.mode == "data" else Placement()
+        """How rows lie; the modes without a cache have them on every rank, and on one rank all
+        placements are the same."""
+        return self.placement if self.mode == "data" and world.size > 1 else Placement()
 
     def shares_early(self, world: World) -> bool:
         """Whether sharded rows may travel before the step that reads them."""
@@ -385,21 +382,17 @@ def _way_out(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[R
 
 
 def warn_if_too_small(
-    source: Any, groups: Sequence[TableGroup], slots: Sequence[int], batch: int
+    named: Sequence[float], groups: Sequence[TableGroup], slots: Sequence[int], batch: int
 ) -> bool:
     """Warn before training if the slots will hardly hold a step; whether they will not.
 
-    `source`: a batch source; one that knows its expected rows (`lookups_per_sample(table)`,
-    `expected_distinct(table, lookups)`) has one feature for each table of the model, in their
-    order; `slots`: C by group; `batch`: global batch size B.
+    `named`: distinct rows of each group that a step is expected to name, empty where that is not
+    known; `slots`: C by group; `batch`: global batch size B.
     """
-    if not all(hasattr(source, name) for name in ("lookups_per_sample", "expected_distinct")):
-        return False
     short, enough = [], []
-    for group, count in zip(groups, slots, strict=True):
+    for group, count, rows in zip(groups, slots, named, strict=False):
         world, room = group.layout.world_size, region_slots(group, count)
-        lookups = [(at, round(batch * source.lookups_per_sample(at))) for at in group.tables]
-        mean = sum(source.expected_distinct(*of_table) for of_table in lookups) / world
+        mean = rows / world
         fullest = max(1, math.ceil(room_for(mean, mean, LIKELY)))
         needs, has = min(fullest, group.layout.local_rows), room.replicated // world + room.sharded
         enough.append(enough_slots(group, needs if group.hot is None else 0, needs))

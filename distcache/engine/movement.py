@@ -15,7 +15,7 @@ from torch import Tensor
 from distcache.cache import FOREIGN, DeviceCache, StagingRing
 from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
 from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
-from distcache.engine.groups import RegionSlots, TableGroup
+from distcache.engine.groups import RegionSlots, TableGroup, TableSettings
 from distcache.engine.step import (
     FILL,
     GATHER,
@@ -32,23 +32,11 @@ from distcache.ops import put, update_rows
 from distcache.optim import RowUpdate
 from distcache.step_plan import StepPlan, Transfer
 from distcache.store.old_rows import OldRows, mark_new
-from distcache.store.rows import DirectRows, Rows, RowStore
+from distcache.store.rows import DirectRows, Gathered, Rows, RowStore, nothing
 from distcache.streams import COPY_IN, Mark, Streams
 
 # -----------------------------------------------------------------------------
 # Ways of rows between a store and its device: through staging buffers, or read in place.
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Fetched rows of one step before they go to their slots.
-
-    `read`: the rows, for work of the current stream, `[M_h, D]`, and their state `[M_h, S]` or
-    None, on the host or the device; `release`: after all that reads them was issued on COPY_IN.
-    """
-
-    read: Callable[[], Rows]
-    release: Callable[[], None]
 
 
 class Staged:
@@ -97,42 +85,8 @@ class Staged:
 
         return land
 
-    def settle(self) -> None:
-        """Nothing is on its way that has landed."""
 
-
-class InPlace:
-    """`store.access=zero_copy`: the device reads and writes rows in host memory (`store.direct`).
-
-    Reads come after the write-backs of their own and of earlier steps, as `fill` does.
-    """
-
-    def __init__(self, rows: DirectRows, kind: RowKind, wait: Callable[[Mark], None]) -> None:
-        """`rows`: of a store of `kind` that is open to the device; `wait`: of the host for a
-        mark."""
-        self._rows, self._kind, self._wait = rows, kind, wait
-
-    def gather(self, rows: Tensor) -> Gathered:
-        """Nothing to do on the host."""
-        return Gathered(partial(self._rows.read, rows), lambda: None)
-
-    def put(self, rows: Tensor, memory: Tensor) -> Callable[[], None]:
-        """Write the rows (`DeviceCache.read`) on the current stream; the host has nothing to do
-        later."""
-        self._rows.write(rows, *self._kind.parts(memory))
-        return _nothing
-
-    def settle(self) -> None:
-        """Wait for what was read and written."""
-        for mark in self._rows.marks():
-            self._wait(mark)
-
-
-def _nothing() -> None:
-    """What is left to do where all is done."""
-
-
-Access = Staged | InPlace
+Access = Staged | DirectRows
 """How rows of one group get to the device and back; one thread at a time uses it."""
 
 
@@ -201,11 +155,8 @@ class GroupRows:
         self.marks: dict[int, np.ndarray] = {}
         """Of each mark, a bit for every row of this home: whether it was written since."""
         self._access: Access | None = None
-        if store is not None and store.direct is not None:
-            settle = partial(link.settle, "rows on their way to the store")
-            self._access = InPlace(store.direct, cache.kind, settle)
-        elif store is not None:
-            self._access = Staged(store, cache.device, streams, prefetch)
+        if store is not None:
+            self._access = store.direct or Staged(store, cache.device, streams, prefetch)
 
     def write_back(self, plan: StepPlan, counts: MoveCounts) -> Callable[[], None]:
         """Send the dirty rows that leave to the store, cache[evict_slots] -> store[evict_rows].
@@ -217,7 +168,7 @@ class GroupRows:
             slots = torch.cat((slots, shard.evict_slots))
             rows = torch.cat((rows, shard.evict_rows))
         if not slots.shape[0]:
-            return _nothing
+            return nothing
         return self._store_rows(*self.cache.evict(slots, rows), counts)
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
@@ -368,7 +319,9 @@ class GroupRows:
         rows = torch.from_numpy(self.cache.slot_row[dirty.numpy()])
         own = rows >= 0
         self._store_rows(dirty[own], rows[own], self.counts)()
-        self._access.settle()
+        if isinstance(self._access, DirectRows):
+            for mark in self._access.marks():
+                self.link.settle("rows on their way to the store", mark)
         self.cache.clean(dirty)
 
     def held_rows(self, slots: slice) -> np.ndarray:
@@ -387,7 +340,7 @@ class GroupRows:
     def _store_rows(self, slots: Tensor, rows: Tensor, counts: MoveCounts) -> Callable[[], None]:
         """Send slots to the store; see `write_back`."""
         if slots.shape[0] == 0 or self._access is None:
-            return _nothing
+            return nothing
         if (old := self.old) is not None:  # the training thread lets go of it at any time
             old.keep(rows)
         self.note(rows)
@@ -447,16 +400,10 @@ class Mover:
         rows: Sequence[GroupRows],
         link: Link,
         streams: Streams,
-        dtype: torch.dtype,
-        pooled: bool = True,
-        early: bool = False,
-        refetches: bool = False,
+        settings: TableSettings,
     ) -> None:
-        """`dtype`: of a batch's dense features and labels on the device; `pooled`: what lookups
-        give, see `lookups_of`; `early`: plans have rows that travel early; `refetches`: and rows
-        that they evict and fetch."""
-        self._rows, self._dtype, self._pooled = list(rows), dtype, pooled
-        self._streams = streams
+        self._rows, self._streams = list(rows), streams
+        self._dtype, self._pooled = settings.dtype, settings.pooled
         self._common: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that steps have in common, by `id`: that of the host, and that of the device."""
         self._sent = CollectiveCounters(link.world.nodes, link.world.rank)
@@ -466,10 +413,10 @@ class Mover:
         self._ahead: Stages = (gather,)
         self._stages: Stages = (write_back, fill)
         self._behind: Stages = (scatter,)
-        if refetches:
+        if settings.mode == "host":  # whose plans evict rows that they fetch
             self._ahead, self._behind = (), ()
             self._stages = (write_back, scatter, gather, fill)
-        if early:
+        if settings.shares_early(link.world):
             self._stages += ((SHARE_EARLY, self._share_early),)
 
     def move(self, flight: Flight, lane: str, shake: Shake) -> None:

@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -44,30 +44,24 @@ SWITCH_S = 5e-5
 for which the loop that launches kernels may stand still at each call, a GPU does two steps."""
 
 
-class QuickSwitches:
-    """Within it threads take turns after `SWITCH_S`, in the whole process.
-
-    Any number of threads may be within it; the last that leaves restores what the first has found.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._within, self._before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._within == 0:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, SWITCH_S))
-            self._within += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._within -= 1
-            if self._within == 0:
-                sys.setswitchinterval(self._before)
+_turns, _found = threading.Lock(), list[float]()
+"""Of each thread within `quick_switches`, the interval that the first has found."""
 
 
-_SWITCHES = QuickSwitches()
+@contextmanager
+def quick_switches() -> Iterator[None]:
+    """Within it threads take turns after `SWITCH_S`, in the whole process; the last of all threads
+    that leaves restores what the first has found."""
+    with _turns:
+        _found.append(_found[0] if _found else sys.getswitchinterval())
+        sys.setswitchinterval(min(_found[0], SWITCH_S))
+    try:
+        yield
+    finally:
+        with _turns:
+            before = _found.pop()
+            if not _found:
+                sys.setswitchinterval(before)
 
 
 class StepStream:
@@ -124,7 +118,7 @@ class StepStream:
         """A thread beside training that does `work`."""
 
         def run() -> None:
-            with _SWITCHES if self._streams.asynchronous else nullcontext():
+            with quick_switches() if self._streams.asynchronous else nullcontext():
                 work()
 
         return threading.Thread(target=run, name=name, daemon=True)

@@ -23,22 +23,13 @@ from distcache.engine.groups import (
     region_slots,
     state_slots,
 )
-from distcache.engine.movement import (
-    GroupRows,
-    MoveCounts,
-)
+from distcache.engine.movement import GroupRows, MoveCounts
 from distcache.engine.planning import Region, StreamPlanner, home_regions
 from distcache.optim import RowUpdate
 from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
 from distcache.popularity.statistics import GroupPopularity
 from distcache.store.memory import describe_bytes, require_memory
-from distcache.store.rows import (
-    ZERO_COPY,
-    RowStore,
-    create_stores,
-    draw_tables,
-    put_block,
-)
+from distcache.store.rows import WAY_OUT, ZERO_COPY, NodePart, RowStore, draw_tables, put_block
 from distcache.streams import COMPUTE, COPY_IN, Streams
 
 log = logging.getLogger(__name__)
@@ -89,22 +80,32 @@ def make_stores(
     `access`: as `store.access`; with `zero_copy` the device reads and writes them in place.
     Raises MemoryTooSmallError on every rank where some host does not hold, or lock, its rows.
     """
+    layouts = [group.layout for group in groups]
     widths = [update.state_width(group.dim) for group in groups]
-    stores = create_stores([group.layout for group in groups], widths, dtype, world)
-    for group, store in zip(groups, stores, strict=True):
-        store.initialise(seed, group.tables, update.initial_state(group.dim))
-    if access == ZERO_COPY:
+    stores: list[RowStore] = []
 
-        def open_all() -> None:
-            for store in stores:
-                store.open_to(world.device)
+    def check() -> None:  # all as a whole, before the first is made
+        if not world.local_rank:
+            pairs = zip(layouts, widths, strict=True)
+            needed = sum(sum(NodePart(own, world).bytes(width, dtype)) for own, width in pairs)
+            require_memory(needed, "the tables and their optimizer state", WAY_OUT)
 
-        try:
+    def open_all() -> None:
+        for store in stores:
+            store.open_to(world.device)
+
+    together(world, check)
+    try:
+        for layout, width in zip(layouts, widths, strict=True):
+            stores.append(RowStore(layout, width, dtype, world))
+        for group, store in zip(groups, stores, strict=True):
+            store.initialise(seed, group.tables, update.initial_state(group.dim))
+        if access == ZERO_COPY:
             together(world, open_all)
-        except BaseException:
-            for store in stores:
-                store.close()
-            raise
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
     return stores
 
 

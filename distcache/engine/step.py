@@ -50,8 +50,9 @@ from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OV
 if TYPE_CHECKING:
     from distcache.engine.gradients import DeviceBags
     from distcache.engine.groups import GroupBags
-    from distcache.engine.movement import Gathered, MoveCounts
+    from distcache.engine.movement import MoveCounts
     from distcache.engine.queue import StepStream
+    from distcache.store.rows import Gathered
 
 HOST = "host"
 """The stream of a stage without device work."""
@@ -270,17 +271,25 @@ class StageClock:
         """Milliseconds per step of each stage beside training that nothing waited for."""
         return _mean_ms(self.hidden, self.steps, {})
 
-    @property
-    def lap_steps(self) -> int:
-        """Steps since the last lap, or since the beginning."""
-        return self.steps - self._lap[0]
+    def lap(self) -> dict[str, Any]:
+        """What stages took since the last lap, or the beginning, for `Parallel.progress`.
 
-    def lap(self) -> tuple[dict[str, float], dict[str, float]]:
-        """`mean_ms` and `hidden_ms` of the steps since the last lap, or since the beginning."""
-        steps, seconds, hidden = self._lap
+        The hidden share counts planning and movement, wherever they ran: what ran in the loop, as
+        with the serial schedule, was waited for. Nothing where no step was timed since then.
+        """
+        before, seconds, hid = self._lap
+        if not (count := self.steps - before):
+            return {}
         self._lap = (self.steps, dict(self.seconds), dict(self.hidden))
-        count = self.steps - steps
-        return _mean_ms(self.seconds, count, seconds), _mean_ms(self.hidden, count, hidden)
+        took, hidden = _mean_ms(self.seconds, count, seconds), _mean_ms(self.hidden, count, hid)
+        own = {WAIT, *(stage.name for stage in TRAINING)}
+        beside = sum(ms for name, ms in took.items() if name not in own)
+        return {
+            "stage_ms": took,
+            "stage_hidden_ms": hidden,
+            "stall_ms": took.get(WAIT, 0.0),
+            "hidden_share": sum(hidden.values()) / beside if beside > 0 else None,
+        }
 
 
 def _mean_ms(

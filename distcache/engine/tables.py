@@ -66,14 +66,11 @@ def all_of(sums: RowSums) -> list[Tensor]:
     return [own for of_group in sums for own in of_group if own is not None]
 
 
-class Whole:
+class Whole(Context["Whole"]):
     """See `CachedTables.whole`. A class and not a generator: every step enters it twice."""
 
     def __init__(self, tables: CachedTables) -> None:
         self._tables = tables
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
@@ -134,9 +131,7 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        how = (settings.dtype, settings.pooled, settings.shares_early(world))
-        how += (settings.mode == "host",)
-        self._mover = Mover(self.rows, self.link, self.streams, *how)
+        self._mover = Mover(self.rows, self.link, self.streams, settings)
         self.overlapped = settings.schedule == "overlapped"
         """Whether rows move on a thread of their own."""
         self.stream: StepStream | None = None
@@ -199,11 +194,6 @@ class CachedTables:
     def look_ahead(self, steps: int) -> None:
         """Let L be `steps` from the next stream on; by all ranks, while none is open."""
         self.settings = self.planner.settings = replace(self.planner.settings, lookahead=steps)
-
-    def quiet(self) -> None:
-        """Between two steps: let no row move until the next step is opened."""
-        if self.stream is not None:
-            self.stream.quiet()
 
     def end(self, limit_s: float, orderly: bool = True) -> bool:
         """End the stream that is open, after the same step on all ranks; whether its threads ended
@@ -440,9 +430,19 @@ class CachedTables:
         Nobody writes unless all ranks have the same last step and `applied` steps: PlanError or
         PeerError, on all ranks, if a step failed half-way on one of them.
         """
+
+        def whole_steps() -> tuple[int, int]:
+            if self.failed:
+                raise PlanError(
+                    f"a step after {self.last_step - 1} failed half-way: what this rank holds is "
+                    "the state of no step; go on from the last checkpoint"
+                )
+            return self.last_step, applied
+
         with self.whole:
-            self.quiet()
-        steps = together(self.world, lambda: self._whole_steps(applied))
+            if self.stream is not None:
+                self.stream.quiet()
+        steps = together(self.world, whole_steps)
         if len(set(steps)) > 1:
             counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))
             raise PeerError(
@@ -452,15 +452,6 @@ class CachedTables:
         for rows in self.rows:
             rows.flush()
         together(self.world, lambda: None)
-
-    def _whole_steps(self, applied: int) -> tuple[int, int]:
-        """The last step that was run and the number of those applied; PlanError if one failed."""
-        if self.failed:
-            raise PlanError(
-                f"a step after {self.last_step - 1} failed half-way: what this rank holds is the "
-                "state of no step; go on from the last checkpoint"
-            )
-        return self.last_step, applied
 
     def mark(self, changed: Mapping[str, np.ndarray] | None = None, keep: int = MARKS) -> int:
         """A mark at this step, right after `flush`, by its number, for `changed_since`; the last
@@ -511,11 +502,6 @@ class CachedTables:
         """Raise PlanError once rows are cached, which would hide what a load fills in."""
         if self.last_step >= 0 or self.warmed > 0:
             raise PlanError("a step was run or rows are cached: load a checkpoint before that")
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `WholeTables.state` gave and a load filled; see `require_unused`."""
-        self.require_unused()
-        self.whole_tables.load(state)
 
     def release(self) -> list[RowStore]:
         """End, once no stream is open, and hand over the stores; safe to call twice."""
@@ -682,7 +668,8 @@ class StepRows:
         if not any(powers.values()):  # no sums: then moves may be under way, on the same group
             return none.sum()
         shared, own = (torch.cat([none, *powers[home]]) for home in (False, True))
-        most = _most(torch.cat((shared, own)))
+        # 0 where there are no rows, and infinite where one is NaN
+        most = torch.cat((shared, own, none.new_zeros(1))).max().nan_to_num(math.inf, math.inf)
         if self.guard is not None:
             most = self._of_all(most.reshape(1), "the largest row gradient").max()
         if math.isinf(norm_type):
@@ -702,11 +689,3 @@ class StepRows:
         """One number of every rank."""
         what = f"{what} of step {self._flight.step}"
         return self._tables.link.start_all_gather(value, PLANNING, what)().flatten()
-
-
-def _most(values: Tensor) -> Tensor:
-    """The largest of non-negative float64 values `[n]`, 0 of none; infinite where one is NaN."""
-    if not len(values):
-        return values.new_zeros(())
-    most = values.max()
-    return torch.where(torch.isnan(most), torch.full_like(most, math.inf), most)

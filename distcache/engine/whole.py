@@ -21,23 +21,13 @@ from torch.distributed.checkpoint import metadata, planner
 
 from distcache.comm.link import ROWS, host_link, together
 from distcache.comm.world import World
-from distcache.engine.movement import (
-    GroupRows,
-    joined_rows,
-    marked_ids,
-    parted_rows,
-)
+from distcache.engine.movement import GroupRows, joined_rows, marked_ids, parted_rows
 from distcache.errors import DistcacheError, PlanError
 from distcache.layout import TableSpec
 from distcache.ops.reference import as_numpy
 from distcache.optim import RowUpdate
 from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
-from distcache.store.rows import (
-    Rows,
-    RowStore,
-    initial_rows,
-    put_block,
-)
+from distcache.store.rows import Rows, RowStore, initial_rows, put_block
 from distcache.store.table_files import Stored
 
 # -----------------------------------------------------------------------------

@@ -1,20 +1,17 @@
 """The interface of the parallel modes `data`, `hybrid`, `resident` and `host`, and what they share:
-durations, precision, and what a run counts."""
+precision, and what a run counts."""
 
 from __future__ import annotations
 
 import logging
-import random
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +21,7 @@ from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
 from distcache.engine.movement import MoveCounts
 from distcache.engine.snapshot import Snapshot
-from distcache.engine.step import TRAINING, WAIT, Flight, StageClock, Watcher
+from distcache.engine.step import Flight, StageClock, Watcher
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError
 from distcache.store.table_files import Stored
@@ -152,48 +149,6 @@ class Parallel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop threads and free tables; safe to call twice."""
-
-
-# -----------------------------------------------------------------------------
-# Durations of a run of any length in memory that does not grow.
-
-WARM_UP_STEPS = 10
-"""First steps of a process that count for no time: warm-up of caches and allocators."""
-
-KEPT = 65_536
-"""Values that are kept; of more than these, as many drawn at random from all."""
-
-
-class Durations:
-    """Of the numbers added: count, sum, median and percentiles, without the first ten.
-
-    Exact up to `KEPT` numbers. Beyond, `kept` is a uniform sample of all of them (Vitter's
-    algorithm R, from a fixed seed), whose median has its place among all within 0.4 percentile
-    points nineteen times in twenty; count and sum stay exact.
-    """
-
-    def __init__(self, skip: int = WARM_UP_STEPS, keep: int = KEPT) -> None:
-        self.kept = array("d")
-        self.count, self.total = 0, 0.0
-        self._skip, self._keep = skip, keep
-        self._random = random.Random(0)
-
-    def add(self, value: float) -> bool:
-        """Take in a number; whether it counts."""
-        if self._skip:
-            self._skip -= 1
-            return False
-        self.count += 1
-        self.total += value
-        if len(self.kept) < self._keep:
-            self.kept.append(value)
-        elif (place := self._random.randrange(self.count)) < self._keep:
-            self.kept[place] = value
-        return True
-
-    def percentiles(self, wanted: Sequence[float]) -> list[float] | None:
-        """The percentiles (0 to 100), linear between neighbours; None where nothing counts."""
-        return np.percentile(self.kept, wanted).tolist() if self.count else None
 
 
 # -----------------------------------------------------------------------------
@@ -401,22 +356,3 @@ def held_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimi
     state = (value for own in optimizer.state.values() for value in own.values())
     tensors = sum(value.nbytes for value in state if isinstance(value, Tensor))
     return tensors + 2 * sum(parameter.nbytes for parameter in parameters)
-
-
-def stage_values(clock: StageClock) -> dict[str, Any]:
-    """What stages took since the last call, for `Parallel.progress`.
-
-    The hidden share counts planning and movement, wherever they ran: what ran in the loop, as
-    with the serial schedule, was waited for. Nothing where no step was timed since then.
-    """
-    if not clock.lap_steps:
-        return {}
-    took, hidden = clock.lap()
-    own = {WAIT, *(stage.name for stage in TRAINING)}
-    beside = sum(ms for name, ms in took.items() if name not in own)
-    return {
-        "stage_ms": took,
-        "stage_hidden_ms": hidden,
-        "stall_ms": took.get(WAIT, 0.0),
-        "hidden_share": sum(hidden.values()) / beside if beside > 0 else None,
-    }

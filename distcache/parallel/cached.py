@@ -47,7 +47,6 @@ from distcache.parallel.base import (
     StepStatistics,
     held_bytes,
     predict,
-    stage_values,
 )
 from distcache.popularity.statistics import Popularity
 from distcache.store.table_files import Stored
@@ -385,7 +384,7 @@ class CachedParallel(Parallel):
         )
         self.model.load_state_dict(model)
         load_state(self.dense_optimizer, self.model, optimizer)
-        self.tables.load(state)
+        self.tables.whole_tables.load(state)
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
@@ -413,7 +412,7 @@ class CachedParallel(Parallel):
     def progress(self) -> dict[str, Any]:
         """See `Parallel.progress`."""
         rate = self.statistics.hit_rate() if self.settings.mode == "data" else None
-        values = stage_values(self.clock)
+        values = self.clock.lap()
         return values if rate is None else {"hit_rate": rate} | values
 
     def watch(self, watcher: Watcher) -> None:

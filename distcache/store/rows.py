@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise, starmap
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +26,26 @@ from distcache.comm.world import World
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops.reference import as_numpy, check_rows, check_values, put_rows, take_rows
-from distcache.store.memory import describe_bytes, require_memory, share_memory, tensor_in
+from distcache.store.memory import describe_bytes, share_memory, tensor_in
 from distcache.streams import Mark
 
 Rows = tuple[Tensor, Tensor | None]
 """Weights `[m, D]` and optimizer state `[m, S]`, or None where S = 0."""
+
+
+class Gathered(NamedTuple):
+    """Fetched rows of one step before they go to their slots.
+
+    `read`: the rows, for work of the current stream, `[M_h, D]`, and their state `[M_h, S]` or
+    None, on the host or the device; `release`: after all that reads them was issued on COPY_IN.
+    """
+
+    read: Callable[[], Rows]
+    release: Callable[[], None]
+
+
+def nothing() -> None:
+    """What is left to do where all is done."""
 
 
 # -----------------------------------------------------------------------------
@@ -202,15 +219,16 @@ class DirectRows:
         self,
         weight: Tensor,
         state: Tensor | None,
+        kind: RowKind,
         places: Callable[[np.ndarray], np.ndarray],
         device: torch.device,
     ) -> None:
-        """`places`: where in the tables rows lie, int64 `[m]` both.
+        """`kind`: of the rows; `places`: where in the tables they lie, int64 `[m]` both.
 
         Raises MemoryTooSmallError where the host does not lock the memory, ConfigError where the
         kernel that reads it cannot be had.
         """
-        self.device, self._places = device, places
+        self.device, self._kind, self._places = device, kind, places
         self._tables: list = [weight, state]
         self._registered: list[Tensor] = []
         self._events: dict[int, torch.cuda.Event] = {}  # after what each stream was last given
@@ -254,16 +272,23 @@ class DirectRows:
         self._mark()
         return found
 
-    def write(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
-        """Write `weight` `[m, D]` and `state` `[m, S]`, on the device, to distinct `rows`.
+    def gather(self, rows: Tensor) -> Gathered:
+        """Rows to be `read`, after the write-backs of their own and of earlier steps; nothing to do
+        on the host."""
+        return Gathered(partial(self.read, rows), nothing)
+
+    def put(self, rows: Tensor, memory: Tensor) -> Callable[[], None]:
+        """Write to distinct `rows`, on the current stream, what lies in `memory`, on the device
+        (`RowKind.parts`); the host has nothing to do later.
 
         Raises PlanError for a row that does not lie here.
         """
         at = self._index(self._places(rows.numpy()))
-        for table, values in zip(self._tables, (weight, state), strict=True):
+        for table, values in zip(self._tables, self._kind.parts(memory), strict=True):
             if table is not None and values is not None and len(at):
                 ops.copy_rows(values, None, table, at)
         self._mark()
+        return nothing
 
     def marks(self) -> list[Mark]:
         """The last reads and writes, of each stream that they were on."""
@@ -337,36 +362,11 @@ def _let_go(tables: list, registered: list[Tensor], events: dict[int, torch.cuda
         held.clear()
 
 
-_WAY_OUT = (
+WAY_OUT = (
     "use fewer or narrower rows (data.table_rows, model.embedding_dim), an optimizer with less "
     "state per row (optim), more nodes, or a machine or control group with more memory"
 )
-
-
-def create_stores(
-    layouts: Sequence[RowLayout], state_widths: Sequence[int], dtype: torch.dtype, world: World
-) -> list[RowStore]:
-    """The stores of all groups, checked as a whole before the first is made; called by all ranks.
-
-    Raises MemoryTooSmallError on every rank when some node's memory does not hold its part.
-    """
-
-    def check() -> None:
-        if not world.local_rank:
-            pairs = zip(layouts, state_widths, strict=True)
-            needed = sum(sum(NodePart(own, world).bytes(width, dtype)) for own, width in pairs)
-            require_memory(needed, "the tables and their optimizer state", _WAY_OUT)
-
-    together(world, check)
-    stores: list[RowStore] = []
-    try:
-        for layout, width in zip(layouts, state_widths, strict=True):
-            stores.append(RowStore(layout, width, dtype, world))
-    except DistcacheError:
-        for store in stores:
-            store.close()
-        raise
-    return stores
+"""What a user can change where a host does not hold its rows."""
 
 
 class RowStore:
@@ -395,7 +395,7 @@ class RowStore:
         first, second = self.part.bytes(state_width, dtype)
         stored = self.kind.stored
         what = f"{rows} rows x ({layout.dim} + {state_width} of state), {stored}"
-        memory = share_memory(first + second, world, what, _WAY_OUT)
+        memory = share_memory(first + second, world, what, WAY_OUT)
         self._weight: Tensor | None = tensor_in(memory, 0, (rows, layout.dim), stored)
         self.state: Tensor | None = None
         """All optimizer state of the node, `[R, S]`, shared by its ranks; None when S = 0."""
@@ -466,7 +466,7 @@ class RowStore:
             raise PlanError(f"rows with {self.state_width} floats of state cannot get {width}")
         size, what = (self.part.rows, width), f"{width} floats of state of {self.part.rows} rows"
         nbytes = size[0] * width * self.dtype.itemsize
-        self.state = tensor_in(share_memory(nbytes, world, what, _WAY_OUT), 0, size, self.dtype)
+        self.state = tensor_in(share_memory(nbytes, world, what, WAY_OUT), 0, size, self.dtype)
         self.state_width, self.nbytes = width, self.nbytes + nbytes
         own = self.state.numpy()[world.local_rank :: world.local_size]
         together(world, lambda: np.copyto(own, initial.numpy()) if initial.any() else None)
@@ -523,7 +523,7 @@ class RowStore:
 
     def open_to(self, device: torch.device) -> DirectRows:
         """Let `device` use rows where they lie: `direct`."""
-        self.direct = DirectRows(self.weight, self.state, self.part.places, device)
+        self.direct = DirectRows(self.weight, self.state, self.kind, self.part.places, device)
         self.direct.try_out()
         return self.direct
 

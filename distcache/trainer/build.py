@@ -33,6 +33,7 @@ from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
 from distcache.trainer.checkpoint import file_world
 from distcache.trainer.plan_cache import (
+    expected_rows,
     plan_cache,
     request_of,
     resolve_ahead,
@@ -242,7 +243,8 @@ def build_parallel(
     features, spec = tuple(source.features), optimizer_spec(config)
     mode = CachedParallel(world, tables, features, model, spec, settings, popularity)
     if config.parallel.mode == "data" and world.is_first:
-        warn_if_too_small(source, mode.groups, settings.slots, config.data.global_batch_size)
+        named, batch = expected_rows(config, source, tables, 1), config.data.global_batch_size
+        warn_if_too_small(named, mode.groups, settings.slots, batch)
     return mode
 
 

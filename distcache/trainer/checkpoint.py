@@ -238,29 +238,28 @@ HYBRID_HAS = frozenset({"sgd", "adagrad", "rowwise_adagrad"})
 """Optimizers whose rows have the same state in `hybrid` as in the modes of `ONE_FORMAT`."""
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a checkpoint and the run that resumes it have in common.
+Identity = Mapping[str, Any]
+"""What a checkpoint and the run that resumes it have in common: what `KEYS` has, and
 
-    `tables`: (name, rows, dim) of each, and the dtype of weights that have one of their own;
-    `steps_per_epoch`: training steps of an epoch, or None;
-    `data`: the pairs of the source's `identity`, sorted.
-    """
+`tables`: (name, rows, dim) of each, and the dtype of weights that have one of their own;
+`steps_per_epoch`: training steps of an epoch, or None;
+`data`: the pairs of the source's `identity`, sorted.
+"""
 
-    mode: str
-    world_size: int
-    dtype: str
-    optimizer: str
-    seed: int
-    global_batch_size: int
-    steps_per_epoch: int | None
-    tables: tuple[tuple[Any, ...], ...]
-    data: tuple[tuple[str, str], ...] = ()
+KEYS = {
+    "mode": "parallel.mode",
+    "world_size": "torchrun --nproc-per-node",
+    "dtype": "trainer.dtype",
+    "optimizer": "optim",
+    "seed": "trainer.seed",
+    "global_batch_size": "data.global_batch_size",
+}
+"""Where a user sets each of these."""
 
-    @property
-    def most_bytes(self) -> int:
-        """Of all tables and their state, at most: Adam's in float64."""
-        return sum(3 * 8 * rows * dim for _, rows, dim, *_ in self.tables)
+
+def most_bytes(identity: Identity) -> int:
+    """Of all tables and their state, at most: Adam's in float64."""
+    return sum(3 * 8 * rows * dim for _, rows, dim, *_ in identity["tables"])
 
 
 @dataclass(frozen=True)
@@ -278,17 +277,6 @@ class TrainerState:
         """The state as JSON values, for a manifest."""
         phase = self.phase and vars(self.phase)
         return {"step": self.step, "loss_digest": self.loss_digest.hex(), "phase": phase}
-
-
-KEYS = {
-    "mode": "parallel.mode",
-    "world_size": "torchrun --nproc-per-node",
-    "dtype": "trainer.dtype",
-    "optimizer": "optim",
-    "seed": "trainer.seed",
-    "global_batch_size": "data.global_batch_size",
-}
-"""Where a user sets each field of `RunIdentity`."""
 
 
 @dataclass(frozen=True)
@@ -450,7 +438,7 @@ def find(path: Path) -> Path:
     )
 
 
-def compare(folder: Path, identity: RunIdentity, world: World, same_data: bool = True) -> Start:
+def compare(folder: Path, identity: Identity, world: World, same_data: bool = True) -> Start:
     """The checkpoint in `folder`, its run compared with `identity`; all ranks call this, before
     they make tables. `world`: of `file_world`.
 
@@ -464,7 +452,7 @@ def compare(folder: Path, identity: RunIdentity, world: World, same_data: bool =
     check(folder, saved, identity)
     epoch = "steps of an epoch (data.samples, data.path)"
     was = dict(map(tuple, saved["run"]["data"])) | {epoch: saved["run"]["steps_per_epoch"]}
-    now = dict(identity.data) | {epoch: identity.steps_per_epoch}
+    now = dict(identity["data"]) | {epoch: identity["steps_per_epoch"]}
     other = differences(was, now, "not set")
     if other and same_data:
         raise ConfigError(
@@ -537,7 +525,7 @@ def fill(
         state_dict_loader.load(tensors, storage_reader=reader, process_group=world.host_group)
 
 
-def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> None:
+def check(folder: Path, header: Mapping[str, Any], identity: Identity) -> None:
     """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
     if header["format"] not in (2, FORMAT):
         raise ConfigError(
@@ -546,9 +534,9 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
         )
     if "run" not in header:
         raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
-    saved, now = header["run"], vars(identity)
-    modes = {saved["mode"], identity.mode}
-    alike = modes <= ONE_FORMAT or identity.optimizer in HYBRID_HAS
+    saved, optimizer = header["run"], identity["optimizer"]
+    modes = {saved["mode"], identity["mode"]}
+    alike = modes <= ONE_FORMAT or optimizer in HYBRID_HAS
     free = ("mode", "world_size") if alike else ()
     found = [
         {key: run[name] for name, key in KEYS.items() if name not in free}
@@ -557,13 +545,13 @@ def check(folder: Path, header: Mapping[str, Any], identity: RunIdentity) -> Non
             f"table {number}": " ".join(["{} with {} rows x {}".format(*own), *own[3:]])
             for number, own in enumerate(run["tables"])
         }
-        for run in (saved, now)
+        for run in (saved, identity)
     ]
     wrong = [differences(*found, "not there")]
-    moved = len(modes) > 1 or saved["world_size"] != identity.world_size
+    moved = len(modes) > 1 or saved["world_size"] != identity["world_size"]
     if "hybrid" in modes and not alike and moved:
         wrong.append(
-            f"optim={identity.optimizer} has another state of rows in hybrid than elsewhere, and "
+            f"optim={optimizer} has another state of rows in hybrid than elsewhere, and "
             f"only {', '.join(sorted(HYBRID_HAS))} go on in another mode or number of ranks"
         )
     if any(wrong):

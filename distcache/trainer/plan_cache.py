@@ -30,7 +30,7 @@ from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate, row_update
-from distcache.planner.victims import WINDOWS, auto_lookahead
+from distcache.planner.victims import AUTO, WINDOWS, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import (
@@ -183,7 +183,6 @@ def _dense_seconds(world: World, model: nn.Module, shape: tuple[int, int, int]) 
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
 PREFETCH = 1
 """P that `auto` takes where memory and slots allow it; moving earlier changed little in
 `docs/results/step.md`."""

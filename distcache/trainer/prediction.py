@@ -18,7 +18,7 @@ from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
-from distcache.planner.victims import WINDOWS, auto_lookahead
+from distcache.planner.victims import AUTO, WINDOWS, auto_lookahead
 from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL
 from distcache.popularity.statistics import Statistics, vocabulary_of
@@ -26,7 +26,6 @@ from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
 from distcache.trainer.plan_cache import (
-    AUTO,
     expected_rows,
     ids_per_step,
     opens_window,

@@ -6,9 +6,11 @@ import json
 import logging
 import math
 import os
+import random
 import tempfile
 import time
 import zlib
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +26,7 @@ from distcache.comm.link import Waiting, on_first
 from distcache.comm.rendezvous import shutdown_timeout
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
-from distcache.parallel.base import Durations, Parallel, StepResult
+from distcache.parallel.base import Parallel, StepResult
 from distcache.trainer.schedule import Phase, Schedule
 
 # -----------------------------------------------------------------------------
@@ -181,36 +183,55 @@ def plain(value: Any) -> Any:
     return value
 
 
+WARM_UP_STEPS = 10
+"""First steps of a process that count for no time: warm-up of caches and allocators."""
+
+KEPT = 65_536
+"""Intervals that are kept; of more than these, as many drawn at random from all."""
+
+
 class StepTimes:
     """Host times of training steps, in memory that does not grow with them.
 
     An interval reaches from the end of the step (or evaluation) before to the end of this one,
-    waits for batches and plans included; samples are those of all ranks.
+    waits for batches and plans included; samples are those of all ranks. Exact up to `KEPT` steps.
+    Beyond, `kept` is a uniform sample of all intervals (Vitter's algorithm R, from a fixed seed),
+    whose median has its place among all within 0.4 percentile points nineteen times in twenty;
+    count and sum stay exact.
     """
 
-    def __init__(self) -> None:
-        self._intervals = Durations()
-        self._samples = 0
+    def __init__(self, skip: int = WARM_UP_STEPS, keep: int = KEPT) -> None:
+        self.kept = array("d")
+        self.count, self.total, self._samples = 0, 0.0, 0
+        self._skip, self._keep, self._random = skip, keep, random.Random(0)
         self._recent = (0, 0.0, 0)  # steps, seconds, samples
 
     def add(self, interval_s: float, samples: int) -> None:
         """Record one training step."""
-        if self._intervals.add(interval_s):
-            self._samples += samples
         steps, seconds, recent = self._recent
         self._recent = (steps + 1, seconds + interval_s, recent + samples)
+        if self._skip:
+            self._skip -= 1
+            return
+        self.count += 1
+        self.total += interval_s
+        self._samples += samples
+        if len(self.kept) < self._keep:
+            self.kept.append(interval_s)
+        elif (place := self._random.randrange(self.count)) < self._keep:
+            self.kept[place] = interval_s
 
     def step_ms(self) -> dict[str, float | None]:
-        """`median` and `p90` of the intervals in milliseconds, without the first ten; None where
-        none is. Of more steps than `durations.KEPT`, those of a uniform sample of that many."""
-        found = self._intervals.percentiles((50, 90))
-        median, p90 = (None, None) if found is None else (1e3 * value for value in found)
-        return {"median": median, "p90": p90}
+        """`median` and `p90` of the intervals in milliseconds, linear between neighbours, without
+        the first ten; None where none is."""
+        if not self.count:
+            return {"median": None, "p90": None}
+        median, p90 = np.percentile(self.kept, (50, 90)).tolist()
+        return {"median": 1e3 * median, "p90": 1e3 * p90}
 
     def samples_per_second(self) -> float | None:
         """Samples of all ranks per second of interval, without the first ten steps."""
-        spent = self._intervals.total
-        return self._samples / spent if spent > 0 else None
+        return self._samples / self.total if self.total > 0 else None
 
     def lap(self) -> tuple[float, float]:
         """Of the steps since the last lap, or the beginning: mean interval in seconds, samples per

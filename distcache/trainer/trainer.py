@@ -38,7 +38,7 @@ from distcache.parallel.base import Parallel, Step, StepResult, tf32
 from distcache.popularity.hot_cold import HotColdSource
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import (
-    RunIdentity,
+    Identity,
     Start,
     TrainerState,
     chain_loss,
@@ -46,6 +46,7 @@ from distcache.trainer.checkpoint import (
     file_world,
     find,
     finished,
+    most_bytes,
     state_digest,
 )
 from distcache.trainer.record import (
@@ -58,13 +59,7 @@ from distcache.trainer.record import (
     plain,
 )
 from distcache.trainer.saving import Keeping, Saver
-from distcache.trainer.schedule import (
-    Phase,
-    PhasedSchedule,
-    Schedule,
-    arrange,
-    make_schedule,
-)
+from distcache.trainer.schedule import Phase, PhasedSchedule, Schedule, arrange, make_schedule
 from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
@@ -113,28 +108,14 @@ class StopRequest:
 
 
 @dataclass
-class Outcome:
-    """How far the loop came and what it saw: equal on all ranks, but for the times.
-
-    `evaluation` is that of the final state; None where training stopped before it. `bad`: the
-    result of a step whose loss is not finite; it is not part of `state`.
-    """
-
-    state: TrainerState
-    times: StepTimes = field(default_factory=StepTimes)
-    final_loss: float | None = None
-    evaluation: EvalResult | None = None
-    bad: StepResult | None = None
-
-    @property
-    def metrics(self) -> dict[str, float | None]:
-        """Those of the final state; empty without an evaluation."""
-        return {} if self.evaluation is None else self.evaluation.values
-
-
-@dataclass
 class Loop:
-    """One pass over a schedule; `rates` gives the dense and the embedding rate of a step."""
+    """One pass over a schedule: how far it came and what it saw is equal on all ranks, but for the
+    times.
+
+    `rates`: the dense and the embedding rate of a step; `evaluation`: of the final state, None
+    where training stopped before it; `bad`: the result of a step whose loss is not finite, which
+    is not part of `state`.
+    """
 
     mode: Parallel
     world: World
@@ -142,15 +123,24 @@ class Loop:
     rates: Callable[[int], tuple[float, float]]
     stop: StopRequest
     report: Progress
-    outcome: Outcome
     saver: Saver
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    state: TrainerState
+    times: StepTimes = field(default_factory=StepTimes)
+    final_loss: float | None = None
+    evaluation: EvalResult | None = None
+    bad: StepResult | None = None
+    evaluating: Evaluation = field(default_factory=Evaluation)
     mark: float = 0.0
     over: bool = False
     due: bool = False
     """Whether a checkpoint is written before the next training step."""
     unread: deque[tuple[Batch, float, StepResult]] = field(default_factory=deque)
     """Training steps, with the seconds that they took, whose results nobody has looked at."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Those of the final state; empty without an evaluation."""
+        return {} if self.evaluation is None else self.evaluation.values
 
     def run(self, batches: Iterable[Batch]) -> None:
         """Go through the batches, which the mode draws ahead of training as it needs them.
@@ -180,10 +170,10 @@ class Loop:
             if self.look():
                 return True
             self.due = False  # also of steps whose results came just now
-            self.saver.write(self.outcome.state, self.outcome.metrics)
+            self.saver.write(self.state, self.metrics)
             self.mark = time.perf_counter()
         index = step.batch.index
-        due = self.outcome.state.step + len(self.unread)
+        due = self.state.step + len(self.unread)
         if index != due:
             mode = type(self.mode).__name__
             raise PlanError(f"the {mode} stream gave training step {index} where {due} is due")
@@ -201,39 +191,38 @@ class Loop:
         over = False
         while len(self.unread) > (0 if over else keep):
             over |= self.finish(*self.unread.popleft())
-            if self.outcome.bad is not None:
+            if self.bad is not None:
                 self.unread.clear()  # nothing of these was applied
         return over
 
     def finish(self, batch: Batch, seconds: float, result: StepResult) -> bool:
         """Count a training step; whether it is the last."""
-        outcome = self.outcome
         if result.bad_ranks or not math.isfinite(result.loss):
-            outcome.bad = result
+            self.bad = result
             return True
-        outcome.times.add(seconds, batch.global_size)
-        digest = chain_loss(outcome.state.loss_digest, result.loss)
+        self.times.add(seconds, batch.global_size)
+        digest = chain_loss(self.state.loss_digest, result.loss)
         done = batch.index + 1
-        outcome.state = TrainerState(done, digest, self.schedule.forward(), batch)
-        outcome.final_loss, outcome.evaluation = result.loss, None
+        self.state = TrainerState(done, digest, self.schedule.forward(), batch)
+        self.final_loss, self.evaluation = result.loss, None
         self.due |= result.save
         if result.waits:
             self.saver.hurry()
-        self.report.step(done, batch.epoch, result, outcome.times, self.mode, outcome.state.phase)
+        self.report.step(done, batch.epoch, result, self.times, self.mode, self.state.phase)
         return result.stop
 
     def evaluate(self, step: Step) -> bool:
         """One evaluation batch; whether the loop is over (a stop need not wait for a long one)."""
         if self.look():
             return True
-        self.evaluation.add(self.mode.eval_step(step), step.batch.labels)
-        if self.evaluation.batches == self.schedule.eval_batches:
-            outcome, result = self.outcome, self.evaluation.finish(self.world)
+        self.evaluating.add(self.mode.eval_step(step), step.batch.labels)
+        if self.evaluating.batches == self.schedule.eval_batches:
+            result = self.evaluating.finish(self.world)
             phase = self.schedule.learn(result.logloss)
-            outcome.state = replace(outcome.state, phase=phase)
-            outcome.evaluation, self.evaluation = result, Evaluation()
+            self.state = replace(self.state, phase=phase)
+            self.evaluation, self.evaluating = result, Evaluation()
             self.due |= self.saver.is_best(result.values)
-            self.report.evaluation(outcome.state.step, result, phase)
+            self.report.evaluation(self.state.step, result, phase)
         self.mark = time.perf_counter()
         return self.stop.agreed(self.world) is not None
 
@@ -277,26 +266,26 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
 
 def identity_of(
     config: Config, world: World, source: BatchSource, tables: Sequence[TableSpec]
-) -> RunIdentity:
+) -> Identity:
     """What a checkpoint of a run has in common with a run that resumes it."""
-    return RunIdentity(
-        mode=config.parallel.mode,
-        world_size=world.size,
-        dtype=config.trainer.dtype,
-        optimizer=config.optim.name,
-        seed=config.trainer.seed,
-        global_batch_size=config.data.global_batch_size,
-        steps_per_epoch=source.steps_per_epoch,
-        tables=tuple(
+    return {
+        "mode": config.parallel.mode,
+        "world_size": world.size,
+        "dtype": config.trainer.dtype,
+        "optimizer": config.optim.name,
+        "seed": config.trainer.seed,
+        "global_batch_size": getattr(source, "global_batch_size", config.data.global_batch_size),
+        "steps_per_epoch": source.steps_per_epoch,
+        "tables": tuple(
             (own.name, own.rows, own.dim, *([] if own.dtype is None else [str(own.dtype)]))
             for own in tables
         ),
-        data=tuple(sorted(source.identity.items())),
-    )
+        "data": tuple(sorted(source.identity.items())),
+    }
 
 
 def find_starts(
-    config: Config, world: World, run_dir: Path, identity: RunIdentity
+    config: Config, world: World, run_dir: Path, identity: Identity
 ) -> Generator[Start, None, None]:
     """Where `trainer.resume` has the run begin, compared with this run before tables are made: the
     newest checkpoint of the run folder that is whole, a given one, or the beginning.
@@ -310,7 +299,7 @@ def find_starts(
         folders = on_first(world, lambda: finished(run_dir) if auto else [find(Path(want.resume))])
     for folder in folders:
         try:
-            with file_world(world, identity.most_bytes) as files:
+            with file_world(world, most_bytes(identity)) as files:
                 start = compare(folder, identity, files, same)
             yield start
         except DataError as error:
@@ -346,7 +335,7 @@ class Run:
         """
         self.mode.scratch = self.run_dir
         try:
-            with file_world(self.world, self.identity().most_bytes) as files:
+            with file_world(self.world, most_bytes(self.identity())) as files:
                 begun = self.resume(files)
                 want = self.config.trainer
                 if begun.folder is None and want.init_from is not None:
@@ -367,24 +356,25 @@ class Run:
             item = build.dtype_of(self.config).itemsize
             floats = sum(t.rows * (t.width(item) + rows.state_width(t.dim)) for t in self.tables)
             announce_stop(self.run_dir, floats * item)
-        want, trace, outcome = self.config.trainer, nullcontext(), Outcome(start)
+        want, trace = self.config.trainer, nullcontext()
         if want.trace:
             trace = tracing(self.world, self.run_dir, self.mode.watch)
         with StopRequest() as stop, tf32(want.tf32), trace:
             with self.progress(schedule) as report:
-                how = rates, stop, report, outcome, saver
-                self.run_steps(Loop(self.mode, self.world, schedule, *how))
+                how = rates, stop, report, saver, start
+                loop = Loop(self.mode, self.world, schedule, *how)
+                self.run_steps(loop)
             stopped_by = stop.agreed(self.world)
             if stopped_by is not None and self.world.is_first:
                 # At once: the checkpoint of large tables takes its time.
                 end = f"{signal.Signals(stopped_by).name}: stopping after step "
-                end += f"{outcome.state.step:,}, with a checkpoint in {saver.folder}"
+                end += f"{loop.state.step:,}, with a checkpoint in {saver.folder}"
                 logger.warning(end)
             measured = self.mode.summary()
-            self.save(outcome, stopped_by, saver)
+            self.save(loop, stopped_by)
             how = self.mode, self.tables, build.dtype_of(self.config), saver.world
             digest = state_digest(self.config.run.digest.lower(), *how)
-            summary = self.summarise(start, outcome, measured, digest)
+            summary = self.summarise(start, loop, measured, digest)
         return TrainResult(summary, stopped_by)
 
     def saver(self, files: World, begun: Start) -> Saver:
@@ -393,7 +383,7 @@ class Run:
         every = cadence(want.checkpoint_every) if run.save else (None, None)
         best = None if want.keep_best == "none" else want.keep_best
         header = {
-            "run": asdict(self.identity()),
+            "run": self.identity(),
             "config": plain(asdict(self.config)),
             "versions": versions_here(),
         }
@@ -441,14 +431,14 @@ class Run:
 
     def run_steps(self, loop: Loop) -> None:
         """Train and evaluate; after an error save the steps before it."""
-        outcome, begun = loop.outcome, loop.outcome.state.step
+        begun = loop.state.step
         try:
             self.walk(loop)
         except (DataError, StepTooLargeError, PeerError):
             # All ranks stand after the steps before one that could not be planned.
-            if outcome.state.step > begun and self.mode.errors_are_common():
+            if loop.state.step > begun and self.mode.errors_are_common():
                 try:
-                    loop.saver.write(outcome.state, outcome.metrics, periodic=False)
+                    loop.saver.write(loop.state, loop.metrics, periodic=False)
                 except DistcacheError as error:
                     logger.warning("the steps before the error are not saved: %s", error)
             raise
@@ -465,51 +455,50 @@ class Run:
         path = self.run_dir / "metrics.jsonl" if self.world.is_first else None
         return Progress(path, schedule, self.config.trainer.log_every)
 
-    def save(self, outcome: Outcome, stopped_by: int | None, saver: Saver) -> None:
+    def save(self, loop: Loop, stopped_by: int | None) -> None:
         """Make the tables whole, and write a checkpoint where asked, stopped or not finite.
 
         Raises NonFiniteLossError after that, where the loss was not finite.
         """
         self.mode.flush()
-        if self.config.run.save or stopped_by is not None or outcome.bad is not None:
-            saver.write(outcome.state, outcome.metrics, periodic=False)
-        if outcome.bad is not None:
-            ranks = ", ".join(map(str, outcome.bad.bad_ranks))
+        if self.config.run.save or stopped_by is not None or loop.bad is not None:
+            loop.saver.write(loop.state, loop.metrics, periodic=False)
+        if loop.bad is not None:
+            ranks = ", ".join(map(str, loop.bad.bad_ranks))
             raise NonFiniteLossError(
-                f"step {outcome.state.step}: the loss is not finite"
+                f"step {loop.state.step}: the loss is not finite"
                 f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was "
-                f"applied, and the state before this step is in {saver.folder}. Lower "
+                f"applied, and the state before this step is in {loop.saver.folder}. Lower "
                 "optim.dense_lr or optim.embedding_lr, or look at the data of this step"
             )
         if stopped_by is not None and self.world.is_first:
-            end = f"stopped by {signal.Signals(stopped_by).name} after step {outcome.state.step:,}"
+            end = f"stopped by {signal.Signals(stopped_by).name} after step {loop.state.step:,}"
             logger.warning(f"{end}; go on with run.dir={self.run_dir}")
 
     def summarise(
-        self, start: TrainerState, outcome: Outcome, measured: dict[str, Any], digest: str | None
+        self, start: TrainerState, loop: Loop, measured: dict[str, Any], digest: str | None
     ) -> dict[str, Any]:
         """The summary, equal on all ranks; rank 0 writes it to `summary.json`.
 
         `measured`: what only the mode knows. `steps` and all measures are this process's.
         """
-        times = outcome.times
         values = measured | {
             "mode": self.config.parallel.mode,
             "world_size": self.world.size,
             "first_step": start.step,
-            "steps": outcome.state.step - start.step,
-            "global_batch_size": self.identity().global_batch_size or None,
-            "final_loss": outcome.final_loss,
-            "samples_per_second": times.samples_per_second(),
-            "step_ms": times.step_ms(),
+            "steps": loop.state.step - start.step,
+            "global_batch_size": self.identity()["global_batch_size"] or None,
+            "final_loss": loop.final_loss,
+            "samples_per_second": loop.times.samples_per_second(),
+            "step_ms": loop.times.step_ms(),
             "table_rows": sum(table.rows for table in self.tables),
-            "loss_digest": outcome.state.loss_digest.hex() or None,
+            "loss_digest": loop.state.loss_digest.hex() or None,
             "state_digest": digest,
         }
-        values |= outcome.metrics
+        values |= loop.metrics
         if isinstance(self.source, HotColdSource):
             values["hot_samples"] = self.source.share
-            values["phase_rate"] = outcome.state.phase and outcome.state.phase.rate
+            values["phase_rate"] = loop.state.phase and loop.state.phase.rate
 
         def write() -> dict[str, Any]:
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
@@ -518,6 +507,6 @@ class Run:
 
         return on_first(self.world, write)
 
-    def identity(self) -> RunIdentity:
+    def identity(self) -> Identity:
         """What a checkpoint of this run has in common with a run that resumes it."""
         return identity_of(self.config, self.world, self.source, self.tables)

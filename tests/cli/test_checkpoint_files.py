@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from distcache import checkpoint as entry
-from distcache.trainer.checkpoint import RunIdentity, TrainerState
+from distcache.trainer.checkpoint import TrainerState
 
-IDENTITY = RunIdentity("data", 1, "float32", "sgd", 0, 16, None, (("t", 5, 4),))
+IDENTITY = checkpoints.identity_of("data", 1, "float32", "sgd", 0, 16, (("t", 5, 4),))
 VALUES = {"tables.t.weight": torch.ones(5, 4), "applied": torch.tensor(7)}
 
 

@@ -28,7 +28,7 @@ from distcache.parallel.hybrid import HybridParallel, HybridSpec
 from distcache.store import table_files
 from distcache.store.table_files import Stored, read_safetensors
 from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import RunIdentity, TrainerState
+from distcache.trainer.checkpoint import TrainerState
 from distcache.trainer.weights import checkpoint_values, init_from
 
 NAMES = [spec.name for spec in TABLES]
@@ -173,7 +173,9 @@ def start_in_modes(
         found[name].append(blocks(mode))
         if settings is None:
             tables = tuple((spec.name, spec.rows, spec.dim) for spec in CASE.tables)
-            identity = RunIdentity("hybrid", size, "float32", "adagrad", 0, 24, 9, tables)
+            identity = checkpoints.identity_of(
+                "hybrid", size, "float32", "adagrad", 0, 24, tables, steps_per_epoch=9
+            )
             where = Path(folder, name)
             checkpoints.save(where, mode, identity, TrainerState(), world)
             stored = checkpoint_values(where)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import checkpoints
@@ -48,7 +49,7 @@ from distcache.parallel.cached import CachedSettings
 from distcache.planner import shard as relays
 from distcache.store import memory as available
 from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import RunIdentity, TrainerState
+from distcache.trainer.checkpoint import TrainerState
 
 HALF = replace(table("c", 7, dim=4), dtype=torch.bfloat16)
 TABLES = (table("a", 300), table("b", 40, features=2), HALF)
@@ -340,9 +341,9 @@ SAVED = Scenario(MANY, *OPTIMIZERS["adam"], steps=12, weighted=True)
 SAVING = CachedSettings("data", (236, 68), 6, 2)
 
 
-def identity(size: int) -> RunIdentity:
+def identity(size: int) -> dict[str, Any]:
     tables = tuple((spec.name, spec.rows, spec.dim) for spec in SAVED.tables)
-    return RunIdentity("data", size, "float32", "adam", 0, SAVED.global_batch, None, tables)
+    return checkpoints.identity_of("data", size, "float32", "adam", 0, SAVED.global_batch, tables)
 
 
 def part_of_run(

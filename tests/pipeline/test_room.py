@@ -31,6 +31,7 @@ from distcache.engine.planning import Region, StreamPlanner
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.popularity.slots import cache_slots
+from distcache.trainer.plan_cache import expected_rows
 
 
 def attempt(world, rows: int, lookahead: int, placement: Placement) -> tuple:
@@ -116,32 +117,40 @@ def tables(rows: list[int], dims: list[int]) -> list[TableSpec]:
     return [TableSpec(f"t{i}", count, dim, (f"cat_{i}",)) for i, (count, dim) in pairs]
 
 
+def named_rows(source: object, specs: list[TableSpec], batch: int) -> tuple[float, ...]:
+    """What a step of `batch` samples is expected to name, by group."""
+    return expected_rows(
+        SimpleNamespace(data=SimpleNamespace(global_batch_size=batch)), source, specs, 1
+    )
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_warning_names_a_cache_that_holds_a_batch(world: int) -> None:
     rows, dims, batch = [5000, 300, 2000], [8, 8, 4], 256
     source = SyntheticSource(SyntheticSpec(rows, bag_size=[1, 2.0, 3], global_batch_size=batch))
-    groups = make_groups(tables(rows, dims), source.features, world)
+    specs = tables(rows, dims)
+    groups, expected = make_groups(specs, source.features, world), named_rows(source, specs, batch)
     sizes = [(group.layout.rows, group.dim, 0) for group in groups]
 
     def slots(count: int) -> list[int]:
         return cache_slots(count, None, None, sizes, 4, world)
 
     with warnings() as lines:
-        assert warn_if_too_small(source, groups, slots(200), batch)
+        assert warn_if_too_small(expected, groups, slots(200), batch)
     assert len(lines) == 1 and "likely too small" in lines[0]
     named = int(re.search(r"cache\.rows=(\d+)", lines[0])[1])
-    assert not warn_if_too_small(source, groups, slots(named), batch)
-    assert warn_if_too_small(source, groups, slots(named // 2), batch)
+    assert not warn_if_too_small(expected, groups, slots(named), batch)
+    assert warn_if_too_small(expected, groups, slots(named // 2), batch)
     most = np.zeros(len(groups), dtype=int)
     for step in range(10):
         ids = source.train_batch(step, 0, 1).ids
         edges = ids.offsets[:: ids.batch_size].tolist()
         for g, group in enumerate(groups):
-            named_rows = [
+            of_group = [
                 np.unique(ids.values[edges[t] : edges[t + 1]].numpy()) + group.layout.offsets[place]
                 for place, t in enumerate(group.tables)
             ]
-            homes = group.layout.home(np.concatenate(named_rows))
+            homes = group.layout.home(np.concatenate(of_group))
             most[g] = max(most[g], *np.bincount(homes, minlength=world))
     homes = [count // world for count in slots(named)]
     assert all(have >= need for have, need in zip(homes, most, strict=True))
@@ -155,15 +164,15 @@ def test_the_warning_where_some_rows_are_replicated(count: int) -> None:
     source = SyntheticSource(SyntheticSpec([5000], bag_size=[6], global_batch_size=batch))
     (group,) = make_groups(tables([5000], [8]), source.features, world)
     group = replace(group, hot=np.arange(count))
-    total = source.expected_distinct(0, round(batch * source.lookups_per_sample(0)))
+    (total,) = expected = named_rows(source, tables([5000], [8]), batch)
     with warnings() as lines:
-        assert warn_if_too_small(source, [group], [40], batch)
+        assert warn_if_too_small(expected, [group], [40], batch)
     said = re.search(r"about (\d+) .* which has (\d+) slots; .* cache\.rows=(\d+)", lines[0])
     found = region_slots(group, 40)
     assert total / world <= int(said[1]) <= 1.2 * total / world
     assert int(said[2]) == found.replicated // world + found.sharded
     (enough,) = cache_slots(int(said[3]), None, None, [(5000, 8, 0)], 4, world)
-    assert not warn_if_too_small(source, [group], [enough], batch)
+    assert not warn_if_too_small(expected, [group], [enough], batch)
 
 
 def test_more_slots_than_plans_can_number_are_refused() -> None:
@@ -173,8 +182,9 @@ def test_more_slots_than_plans_can_number_are_refused() -> None:
 
 
 def test_a_source_that_knows_nothing_is_not_warned_about() -> None:
-    groups = make_groups(tables([5], [4]), ["cat_0"], 1)
-    assert not warn_if_too_small(object(), groups, [1], 100)
+    specs = tables([5], [4])
+    expected = named_rows(object(), specs, 100)
+    assert not warn_if_too_small(expected, make_groups(specs, ["cat_0"], 1), [1], 100)
 
 
 def test_rows_that_no_cache_holds_beside_the_replicated_ones_are_told() -> None:

@@ -13,8 +13,8 @@ import torch
 
 from distcache.engine.gradients import BUSY, SAVE, StepResult, agreement, words
 from distcache.engine.step import WAIT, Span, StageClock
-from distcache.parallel.base import Durations, stage_values
 from distcache.streams import DeviceClock
+from distcache.trainer.record import StepTimes
 
 
 def step(clock: StageClock, number: int, gather_lane: str, waited: float, kind="train") -> None:
@@ -34,18 +34,16 @@ def test_a_lap_holds_the_steps_since_the_one_before() -> None:
     clock.watchers.append(lambda number, kind, spans: seen.append((number, kind, len(spans))))
     step(clock, 0, "movement", 2)  # all of the gather was waited for
     step(clock, 1, "movement", 1)
-    took, hidden = clock.lap()
-    assert took == {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 1500}
-    assert hidden == {"plan": 4000, "gather": 500}
+    found = clock.lap()
+    took = {"plan": 4000, "gather": 2000, "forward_backward": 3000}
+    assert found["stage_ms"] == took | {WAIT: 1500}
+    assert found["stage_hidden_ms"] == {"plan": 4000, "gather": 500}
     step(clock, 2, "movement", 0)
     step(clock, 3, "movement", 5, kind="eval")
-    took, hidden = clock.lap()
-    assert took == {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 0}
-    assert hidden == {"plan": 4000, "gather": 2000}
-    assert set(clock.lap()[0].values()) == {0.0}, "no step since"
-    assert clock.mean_ms() == pytest.approx(
-        {"plan": 4000, "gather": 2000, "forward_backward": 3000, WAIT: 1000}
-    )
+    found = clock.lap()
+    assert found["stage_ms"] == took | {WAIT: 0}
+    assert found["stage_hidden_ms"] == {"plan": 4000, "gather": 2000}
+    assert clock.mean_ms() == pytest.approx(took | {WAIT: 1000})
     assert clock.hidden_ms() == pytest.approx({"plan": 4000, "gather": 1000})
     assert clock.steps == 3
     assert seen == [(0, "train", 4), (1, "train", 4), (2, "train", 4), (3, "eval", 4)]
@@ -55,12 +53,12 @@ def test_the_hidden_share_counts_movement_in_the_loop_as_waited_for() -> None:
     overlapped, serial = StageClock(), StageClock()
     step(overlapped, 0, "movement", 0.5)
     step(serial, 0, "training", 0)
-    found = stage_values(overlapped)
+    found = overlapped.lap()
     assert (found["hidden_share"], found["stall_ms"]) == ((4 + 1.5) / 6, 500)
-    assert stage_values(overlapped) == {}, "no step since"
-    found = stage_values(serial)
+    assert overlapped.lap() == {}, "no step since"
+    found = serial.lap()
     assert (found["hidden_share"], found["stage_hidden_ms"]) == (4 / 6, {"plan": 4000})
-    assert stage_values(StageClock()) == {}, "nor any step"
+    assert StageClock().lap() == {}, "nor any step"
 
 
 class Event:
@@ -90,14 +88,15 @@ def test_a_stage_of_one_millisecond_is_told_after_hours(step_s: float) -> None:
 
 
 def test_exact_while_all_are_kept_and_without_the_first() -> None:
-    found, values = Durations(skip=3, keep=100), [9.0, 9.0, 9.0]
-    assert found.percentiles((50,)) is None
-    for value in values:
-        assert not found.add(value)
-    assert found.percentiles((50,)) is None and found.count == 0
+    found = StepTimes(skip=3, keep=100)
+    for _ in range(3):
+        found.add(9.0, 1)
+    assert found.step_ms() == {"median": None, "p90": None} and found.count == 0
     values = [random.Random(1).random() for _ in range(100)]
-    assert all(found.add(value) for value in values)
-    assert found.percentiles((50, 90)) == np.percentile(values, (50, 90)).tolist()
+    for value in values:
+        found.add(value, 1)
+    median, p90 = np.percentile(values, (50, 90)).tolist()
+    assert found.step_ms() == {"median": 1e3 * median, "p90": 1e3 * p90}
     assert found.count == 100
 
 
@@ -108,15 +107,14 @@ def test_beyond_that_a_uniform_sample() -> None:
     shuffled = list(range(many))
     random.Random(2).shuffle(shuffled)
     for values in (range(many), shuffled):
-        found = Durations(skip=0, keep=keep)
+        found = StepTimes(skip=0, keep=keep)
         for value in values:
-            found.add(float(value))
+            found.add(float(value), 1)
         assert len(found.kept) == keep and len(set(found.kept)) == keep
         assert (found.count, found.total) == (many, many * (many - 1) / 2)
-        for share in (0.5, 0.9):
+        for share, place in zip((0.5, 0.9), found.step_ms().values(), strict=True):
             deviation = (share * (1 - share) / keep) ** 0.5
-            (place,) = found.percentiles((100 * share,))
-            assert abs(place / many - share) < 4 * deviation
+            assert abs(place / 1e3 / many - share) < 4 * deviation
         eighths = np.histogram(found.kept, 8, (0, many))[0]
         assert np.abs(eighths - keep / 8).max() < 4 * (keep / 8 * 7 / 8) ** 0.5
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.exchange import Part, Status
-from distcache.engine.queue import SWITCH_S, QuickSwitches
+from distcache.engine.queue import SWITCH_S, quick_switches
 from distcache.errors import PeerError
 from distcache.parallel.cached import CachedSettings
 from distcache.planner.victims import Policy
@@ -434,15 +434,15 @@ def test_queues_stay_short_however_slow_training_is(world: World) -> None:
 
 
 def test_the_last_thread_to_leave_restores_how_long_a_turn_is() -> None:
-    before, quick = sys.getswitchinterval(), QuickSwitches()
-    with quick:
-        with quick:
+    before = sys.getswitchinterval()
+    with quick_switches():
+        with quick_switches():
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     assert sys.getswitchinterval() == before
     try:
         sys.setswitchinterval(1e-5)  # whoever wants even shorter turns keeps them
-        with quick:
+        with quick_switches():
             assert sys.getswitchinterval() == pytest.approx(1e-5)
     finally:
         sys.setswitchinterval(before)

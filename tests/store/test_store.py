@@ -27,14 +27,14 @@ from torch import Tensor
 
 from distcache import ops
 from distcache.comm.world import World, close_world, open_world
-from distcache.engine.groups import make_groups
+from distcache.engine.groups import TableGroup, make_groups
 from distcache.engine.start import make_stores
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
-from distcache.layout import RowLayout, TableSpec
+from distcache.layout import RowKind, RowLayout, TableSpec
 from distcache.optim import row_update
 from distcache.store import memory
 from distcache.store import rows as direct
-from distcache.store.rows import DirectRows, RowStore, create_stores, initial_rows
+from distcache.store.rows import DirectRows, RowStore, initial_rows
 
 KIB, MIB = 1 << 10, 1 << 20
 V2 = [("/", "cg", "cgroup2 cgroup2 rw,nsdelegate")]
@@ -338,9 +338,22 @@ def test_the_mapping_goes_with_the_last_view(world: World) -> None:
     assert mapped() == before and open_files() == files
 
 
+def stores_of(
+    world: World, layouts: list[RowLayout], widths: list[int], dtype: torch.dtype
+) -> list[RowStore]:
+    """Stores of these layouts and widths of state."""
+    own = iter(widths)
+    update: Any = SimpleNamespace(state_width=lambda dim: next(own), initial_state=lambda dim: 0.0)
+    groups = [
+        TableGroup(layout, tuple(range(len(layout.tables))), (), layout.offsets[:0], ())
+        for layout in layouts
+    ]
+    return make_stores(world, groups, update, dtype, 0, "staged")
+
+
 def bytes_of(world: World, *how: Any) -> int:
     """Of all stores of these layouts, widths of state and dtype."""
-    stores = create_stores(*how, world)
+    stores = stores_of(world, *how)
     for store in stores:
         store.close()
     return sum(store.nbytes for store in stores)
@@ -378,7 +391,7 @@ def test_memory_is_refused_before_it_is_made(world: World, monkeypatch) -> None:
             RowStore(huge, 1, torch.float32, world)
         changed.setattr(memory, "available_memory", lambda: needed - 1)
         with pytest.raises(MemoryTooSmallError, match=rf"{needed} .*{needed - 1} .*table_rows"):
-            create_stores(LAYOUTS, [1, 1], torch.float32, world)
+            stores_of(world, LAYOUTS, [1, 1], torch.float32)
     assert made == []
 
     def shrinking() -> int:
@@ -387,7 +400,7 @@ def test_memory_is_refused_before_it_is_made(world: World, monkeypatch) -> None:
 
     monkeypatch.setattr(memory, "available_memory", shrinking)
     with pytest.raises(MemoryTooSmallError):
-        create_stores(LAYOUTS[:1] * 2, [0, 0], torch.float32, world)
+        stores_of(world, LAYOUTS[:1] * 2, [0, 0], torch.float32)
     assert len(looks) == 3 and mapped() == before
 
 
@@ -395,7 +408,7 @@ def shared_by_ranks(rank: int, size: int) -> tuple:
     """All local ranks see one store: initial bits, then each writes its home rows."""
     world = open_world("cpu", timeout_s=60)
     layouts = [RowLayout(NARROW, size), RowLayout(WIDE, size)]
-    narrow, wide = create_stores(layouts, [2, 0], torch.float64, world)
+    narrow, wide = stores_of(world, layouts, [2, 0], torch.float64)
     narrow.initialise(7, [4, 2, 0], 0.1)
     wide.initialise(7, [1, 3], 0.0)
     assert torch.equal(narrow.weight, expected_weight(layouts[0], 7, [4, 2, 0]).double())
@@ -462,7 +475,7 @@ def several_nodes(rank: int, size: int, sizes: tuple[int, ...]) -> tuple[list[in
     memory.available_memory = lambda: needed - (world.nodes.of(rank) == 1)
     with pytest.raises(MemoryTooSmallError) as caught:
         odd = RowLayout([TableSpec("odd", 1001, 64, ("x",))], size)
-        create_stores([odd], [0], torch.float32, world)
+        stores_of(world, [odd], [0], torch.float32)
     close_world(world)
     return mine.tolist(), str(caught.value)
 
@@ -494,7 +507,12 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
     assert torch.equal(weight.cpu(), expected[0]) and weight.device.type == device
     assert state is None if width == 0 else torch.equal(state.cpu(), expected[1])
     before = store.weight.clone()
-    rows_here.write(rows, weight + 1, None if state is None else state * 2)
+    new = weight + 1, None if state is None else state * 2
+    memory = torch.empty(4 * store.kind.nbytes, dtype=torch.uint8, device=device)
+    for part, values in zip(store.kind.parts(memory), new, strict=True):
+        if part is not None:
+            part.copy_(values)
+    rows_here.put(rows, memory)()
     for mark in rows_here.marks():
         mark.event.synchronize()
     before[rows] += 1
@@ -502,9 +520,9 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
     assert width == 0 or store.state.sum() == 0.5 * 3 * (57 + 4)
     empty = rows_here.read(rows[:0])
     assert empty[0].shape == (0, 8)
-    rows_here.write(rows[:0], *empty)
+    rows_here.put(rows[:0], memory[:0])
     for bad in ([57], [-1]):
-        for use in (rows_here.read, lambda rows: rows_here.write(rows, weight[:1], state)):
+        for use in (rows_here.read, lambda rows: rows_here.put(rows, memory[: store.kind.nbytes])):
             with pytest.raises(PlanError, match=rf"row {bad[0]} is outside \[0, 57\)"):
                 use(torch.tensor(bad))
     assert torch.equal(store.weight, before)
@@ -517,7 +535,8 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
 
 def on_gpu(weight: Tensor, state: Tensor | None = None) -> DirectRows:
     """Rows that lie at their own numbers."""
-    return DirectRows(weight, state, lambda rows: rows, torch.device("cuda"))
+    kind = RowKind(weight.shape[1], 0 if state is None else 2, weight.dtype, weight.dtype)
+    return DirectRows(weight, state, kind, lambda rows: rows, torch.device("cuda"))
 
 
 class FakeEvent:
@@ -606,7 +625,8 @@ def test_memory_that_cannot_be_let_go_of_stays_mapped(
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_what_does_not_work_is_found_at_once(monkeypatch, what) -> None:
     table, copy = torch.ones(3, 4), ops.copy_rows
-    rows = DirectRows(table, None, lambda rows: rows, torch.device("cpu"))
+    kind = RowKind(4, 0, table.dtype, table.dtype)
+    rows = DirectRows(table, None, kind, lambda rows: rows, torch.device("cpu"))
     rows.try_out()
     assert table.eq(1).all()
 

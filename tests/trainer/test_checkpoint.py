@@ -26,10 +26,10 @@ from toy_parallel import TABLES
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import RunIdentity, TrainerState
+from distcache.trainer.checkpoint import TrainerState
 from distcache.trainer.manifest import BlockReader, Manifest
 
-IDENTITY = RunIdentity(
+IDENTITY = dict(
     mode="data",
     world_size=1,
     dtype="float64",
@@ -44,12 +44,12 @@ STATE, STEP = TrainerState(8, b"\1" * 32), "checkpoints/step_00000008"
 
 
 def save(path: Path, world, values: dict[str, Any], step: int = 8, world_size: int = 1) -> None:
-    identity, state = replace(IDENTITY, world_size=world_size), replace(STATE, step=step)
+    identity, state = IDENTITY | {"world_size": world_size}, replace(STATE, step=step)
     checkpoints.save(path, Plain(values), identity, state, world)
 
 
 def resumed(path: Path, world, mode, /, same_data=True, **changes) -> TrainerState:
-    return checkpoints.resume(path, mode, replace(IDENTITY, **changes), world, same_data)
+    return checkpoints.resume(path, mode, IDENTITY | changes, world, same_data)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_blocks_give_the_same_values_without_a_warning(
     [
         ({"data": (("data.negatives", "4"), ("data.path", "abd"))}, "data.path was abc, is abd"),
         ({"data": (("data.path", "abc"),)}, "data.negatives was 4, is not set"),
-        ({"data": (*IDENTITY.data, ("data.zipf", "1.1"))}, "data.zipf was not set, is 1.1"),
+        ({"data": (*IDENTITY["data"], ("data.zipf", "1.1"))}, "data.zipf was not set, is 1.1"),
         ({"steps_per_epoch": None}, r"steps of an epoch \(.*\) was 6, is None"),
     ],
 )
@@ -115,8 +115,11 @@ def test_other_data_are_refused_unless_they_are_meant(world, saved, fives, caplo
         ({"optimizer": "sgd"}, "optim was adagrad, is sgd"),
         ({"seed": 1}, r"trainer\.seed was 0, is 1"),
         ({"global_batch_size": 32}, r"data\.global_batch_size was 16, is 32"),
-        ({"tables": IDENTITY.tables[:1]}, "number of tables was 2, is 1"),
-        ({"tables": (IDENTITY.tables[0], ("t_cat_1", 8, 4))}, "7 rows x 4, is t_cat_1 with 8 rows"),
+        ({"tables": IDENTITY["tables"][:1]}, "number of tables was 2, is 1"),
+        (
+            {"tables": (IDENTITY["tables"][0], ("t_cat_1", 8, 4))},
+            "7 rows x 4, is t_cat_1 with 8 rows",
+        ),
         ({"mode": "resident"}, None),  # modes of one format read one another's
         ({"mode": "host"}, None),
         ({"world_size": 2, "mode": "hybrid"}, None),
@@ -133,7 +136,7 @@ def test_another_run_is_refused_before_anything_changes(world, saved, fives, cha
 
 @pytest.mark.parametrize("modes", [("data", "hybrid"), ("hybrid", "data"), ("hybrid", "hybrid")])
 def test_an_optimizer_that_hybrid_has_otherwise_is_refused_by_name(world, tmp_path, fives, modes):
-    adam = replace(IDENTITY, optimizer="adam", mode=modes[0])
+    adam = IDENTITY | {"optimizer": "adam", "mode": modes[0]}
     checkpoints.save(tmp_path / STEP, fives, adam, STATE, world)
     message = "optim=adam has another .*only adagrad, rowwise_adagrad, sgd"
     with pytest.raises(ConfigError, match=message):

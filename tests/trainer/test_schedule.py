@@ -137,7 +137,7 @@ class Source:
 
 def phased(first: int, steps: int, every, batches: int, phase=None, rate=0.3) -> PhasedSchedule:
     phase = phase or Phase(rate)
-    return PhasedSchedule(first, steps, every, batches, phase, lambda epoch: Source().sizes(epoch))
+    return PhasedSchedule(first, steps, every, batches, phase, Source().sizes)
 
 
 def test_no_phase_becomes_shorter_than_an_evaluation():
