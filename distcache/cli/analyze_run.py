@@ -307,7 +307,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     steps = source.steps_per_epoch or run_steps
     share = None if options.sample == "auto" else float(options.sample)
     counted = count_source(source, check, steps, share, progress_bar)
-    sizes = Sizes(tables, request_of(config), counted.statistics)
+    sizes = Sizes(request_of(config, tables), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(source, check, schedule, ranks, most, bar.update, stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
-from distcache.planner.victims import WINDOWS, auto_lookahead
+from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
-from distcache.popularity.slots import BY_CURVE, PROPORTIONAL
+from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
@@ -160,41 +159,36 @@ _LATE = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes and slots of `tables` with the cache that is asked for; `statistics` of them share out
-    its slots where `cache.split=by_curve`."""
+    """Bytes and slots of the cache of a `request`; `statistics` of its tables share out its slots
+    where `cache.split=by_curve`."""
 
-    tables: Sequence[TableSpec]
     request: CacheRequest
     statistics: Statistics | None = None
 
     @property
     def members(self) -> list[list[int]]:
         """The tables of each group."""
-        return group_tables(self.tables)
+        return group_tables(self.request.tables)
 
     @property
     def rows(self) -> int:
         """V of all groups."""
-        return sum(table.rows for table in self.tables)
+        return sum(rows for rows, _, _ in self.request.groups(1))
 
     @property
     def row_bytes(self) -> list[int]:
         """Bytes of a row and its optimizer state, by group."""
-        return self._slot_bytes(1)
-
-    def _slot_bytes(self, world_size: int) -> list[int]:
-        """The same of a slot on one of so many ranks, which may have a share of the state."""
-        item, widths = self.request.itemsize, self.request.state_widths(self.tables, world_size)
-        return [(self.tables[at].width(item) + widths[at]) * item for at, *_ in self.members]
+        item = self.request.itemsize
+        return [(dim + state) * item for _, dim, state in self.request.groups(1)]
 
     @property
     def bytes(self) -> int:
         """Bytes of all rows."""
-        return self.bytes_of([sum(self.tables[at].rows for at in own) for own in self.members])
+        return self.bytes_of([rows for rows, _, _ in self.request.groups(1)])
 
     def bytes_of(self, slots: Sequence[int], world_size: int = 1) -> int:
         """Bytes of slots of each group on one of so many ranks."""
-        return sum(map(operator.mul, slots, self._slot_bytes(world_size)))
+        return cache_bytes(slots, self.request.groups(world_size), self.request.itemsize)
 
     def slots(self, size: float, world_size: int) -> tuple[int, ...]:
         """Slots per rank for a share of the rows (at most 1), or for rows; by rows where the split
@@ -204,9 +198,9 @@ class Sizes:
         if keys.split == BY_CURVE and self.statistics is not None:
             with suppress(ConfigError):
                 by_curve = replace(self.request, keys=keys)
-                return by_curve.slots(self.tables, world_size, self.statistics)
+                return by_curve.plan(world_size, self.statistics).slots
         plain = replace(self.request, keys=replace(keys, split=PROPORTIONAL))
-        return plain.slots(self.tables, world_size, None)
+        return plain.plan(world_size, None).slots
 
 
 def slots_of(
@@ -223,7 +217,7 @@ def slots_of(
     """
     known = statistics if config.cache.split == BY_CURVE else None  # others do not go by it
     expected = expected_rows(config, source, tables, prefetch_of(config.cache) + 2)
-    return request_of(config).slots(tables, world_size, known, expected)
+    return request_of(config, tables).plan(world_size, known, expected).slots
 
 
 class RecordedRun:
@@ -317,5 +311,4 @@ def configured_case(
     if lookahead == AUTO:
         ids = ids_per_step(source, tables, batch, world_size)
         lookahead = auto_lookahead(ids, prefetch) if opens_window(config) else WINDOWS[0]
-    policy = request_of(config).policy
-    return Case(policy, tuple(slots), lookahead, prefetch, world_size)
+    return Case(Policy.of(cache), tuple(slots), lookahead, prefetch, world_size)
