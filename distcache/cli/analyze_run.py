@@ -32,6 +32,7 @@ from distcache.trainer.prediction import (
     configured_case,
     count_source,
     record_run,
+    require_index,
     slots_of,
 )
 from distcache.trainer.schedule import make_schedule
@@ -301,6 +302,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     check = BatchCheck(tables, source.features, config.data.on_bad_id)
     if config.cache.split != BY_CURVE:  # what is refused is refused before all the data is read
         slots_of(config, tables, ranks[0], None)
+    require_index(tables, ranks)
     want = config.trainer
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0

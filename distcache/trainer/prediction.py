@@ -153,6 +153,20 @@ def count_source(
 # -----------------------------------------------------------------------------
 # What a run will measure, by replaying its ids through the planner that it runs.
 
+_INDEX_BYTES = 12
+"""Of a row of a home: 8 in its planner's index, and what a policy by statistics takes beside it."""
+
+
+def require_index(tables: Sequence[TableSpec], worlds: Sequence[int]) -> None:
+    """Raise MemoryTooSmallError where a replay on some of so many ranks lacks the memory: its
+    planners are made one after the other, each over all rows of a home."""
+    groups = [sum(tables[at].rows for at in members) for members in group_tables(tables)]
+    rows = -(-max(groups) // min(worlds))
+    what = f"a planner of a replay, whose home has {rows:,} rows"
+    way_out = "analyze where they fit, for more ranks (analyze.world_sizes), or smaller tables"
+    require_memory(_INDEX_BYTES * rows, what, way_out)
+
+
 _LATE = 4
 """The last one of so many parts of a replay stands for the steps after it."""
 
