@@ -336,11 +336,9 @@ class CacheRequest:
     def _demand(self, known: Statistics, cluster: Cluster) -> Demand:
         """What a step needs of each rank, from the statistics."""
         tables, ranks = self.tables, cluster.ranks
-        sources = counted_sources(known, [table.dim for table in tables])
-        pairs = zip(sources, tables, strict=True)
-        named = [replace(own, name=of.name, stored=of.dtype) for own, of in pairs]
+        sources = counted_sources(known, tables)
         widths = [self.update.state_width(table.dim) for table in tables]
-        return demand_at(named, widths, self.batch / ranks, ranks, cluster.local_ranks)
+        return demand_at(sources, widths, self.batch / ranks, ranks, cluster.local_ranks)
 
     def of_all_homes(
         self, world: World, slots: Sequence[int], popularity: Popularity | None
