@@ -57,7 +57,8 @@ class CacheRequest:
     `keys`: has the keys of group `cache` as attributes (`CacheConfig`, or what a collection was
     told); `batch`: samples of a step over all ranks; `itemsize`: bytes of an element; `window`: L;
     `prefetch`: P, as slots are planned for; `objective`: what a chosen placement makes smallest;
-    `dense_parameters`: of the dense part.
+    `dense_parameters`: of the dense part; `expected`: distinct rows of each group that P + 2 steps,
+    whose rows are on the device at once, are expected to name, empty where that is not known.
     """
 
     tables: Sequence[TableSpec]
@@ -69,6 +70,7 @@ class CacheRequest:
     prefetch: int
     objective: str
     dense_parameters: int = 0
+    expected: tuple[float, ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -94,19 +96,16 @@ class CacheRequest:
             found.append((rows, first.width(self.itemsize), state))
         return found
 
-    def plan(
-        self, world_size: int, statistics: Statistics | None, expected: Sequence[float] = ()
-    ) -> SlotPlan:
+    def plan(self, world_size: int, statistics: Statistics | None) -> SlotPlan:
         """The slots of one of so many ranks, split over the groups and tables. Pure.
 
-        `statistics`: of the tables, in order; `expected`: distinct rows of each group that P + 2
-        steps, whose rows are on the device at once, are expected to name, empty where that is not
-        known. `proportional` gives each group slots by its rows, `by_curve` by `slots_by_curve`;
-        the hot rows are the likeliest of each group, as many as it has slots. A mapping gives the
-        hot rows of each table, and their group as many slots. Raises ConfigError where the split
-        does not fit the tables or the size.
+        `statistics`: of the tables, in order. `proportional` gives each group slots by its rows,
+        `by_curve` by `slots_by_curve`; the hot rows are the likeliest of each group, as many as it
+        has slots. A mapping gives the hot rows of each table, and their group as many slots. Raises
+        ConfigError where the split does not fit the tables or the size.
         """
         keys, members, item = self.keys, group_tables(self.tables), self.itemsize
+        expected: Sequence[float] = self.expected
         if not isinstance(keys.split, str):
             return self._as_given(world_size, statistics)
         if not expected and statistics is not None and self.batch > 1 and self._by_default:
@@ -190,10 +189,7 @@ class CacheRequest:
         return tuple(found[table] for table in range(len(self.tables)))
 
     def decide_slots(
-        self,
-        world: World,
-        read: Callable[[], Statistics | None],
-        expected: tuple[float, ...] = (),
+        self, world: World, read: Callable[[], Statistics | None]
     ) -> tuple[tuple[int, ...], Popularity | None]:
         """C of each group, and the popularity of rows where `read` gives statistics of the tables.
 
@@ -204,7 +200,7 @@ class CacheRequest:
         statistics = found[0]
 
         def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
-            plan = self.plan(world.size, statistics, expected)
+            plan = self.plan(world.size, statistics)
             if statistics is None or self.policy.ranking != "static":
                 return plan, None
             return plan, self.first_rows(plan.slots, statistics, world.size)

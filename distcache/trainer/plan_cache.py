@@ -296,9 +296,9 @@ def resolve_prefetch(
 
 
 def request_of(
-    config: Config, tables: Sequence[TableSpec], dense_parameters: int = 0
+    config: Config, tables: Sequence[TableSpec], source: Any = None, dense_parameters: int = 0
 ) -> CacheRequest:
-    """What the keys of `config` ask of a cache."""
+    """What the keys of `config` ask of a cache; `source`: of batches, which may know its rows."""
     cache = config.cache
     return CacheRequest(
         tables,
@@ -310,6 +310,7 @@ def request_of(
         prefetch=prefetch_of(cache),
         objective=cache.objective,
         dense_parameters=dense_parameters,
+        expected=expected_rows(config, source, tables, prefetch_of(cache) + 2),
     )
 
 
@@ -320,15 +321,11 @@ def plan_cache(
 
     Called by all ranks; raises ConfigError on all of them.
     """
-    cache = config.cache
-    slots, popularity = request_of(config, tables).decide_slots(
-        world,
-        lambda: read_checked(config, tables, source),
-        expected_rows(config, source, tables, prefetch_of(cache) + 2),
-    )
+    request = request_of(config, tables, source)
+    slots, popularity = request.decide_slots(world, lambda: read_checked(config, tables, source))
     hot: HotSet | None = getattr(source, "hot", None)
     if hot is not None and popularity is not None:  # the rows of hot batches stay for good
-        warm = 1.0 if cache.warm_start == AUTO else popularity.warm_start
+        warm = 1.0 if config.cache.warm_start == AUTO else popularity.warm_start
         rows = hot.hot_rows
         popularity = replace(popularity, hot_rows=rows, pinned_rows=rows, warm_start=warm)
     return slots, popularity
@@ -437,5 +434,6 @@ def resolve_placement(
             own = copy.deepcopy(model).to(world.device, torch.float32)
             return measure(world, widest, update, own, (batch, features, width))
 
-    request = request_of(config, tables, sum(math.prod(p.shape) for p in model.parameters()))
+    parameters = sum(math.prod(p.shape) for p in model.parameters())
+    request = request_of(config, tables, dense_parameters=parameters)
     return request.placement(world, slots, counted, measured)

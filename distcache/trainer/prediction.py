@@ -26,10 +26,8 @@ from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
 from distcache.trainer.plan_cache import (
     AUTO,
-    expected_rows,
     ids_per_step,
     opens_window,
-    prefetch_of,
     request_of,
     resolve_prefetch,
 )
@@ -230,8 +228,7 @@ def slots_of(
     which may know its rows. Raises ConfigError for a split that training would refuse.
     """
     known = statistics if config.cache.split == BY_CURVE else None  # others do not go by it
-    expected = expected_rows(config, source, tables, prefetch_of(config.cache) + 2)
-    return request_of(config, tables).plan(world_size, known, expected).slots
+    return request_of(config, tables, source).plan(world_size, known).slots
 
 
 class RecordedRun:
