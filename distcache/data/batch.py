@@ -237,10 +237,10 @@ class SlicedSource(ABC):
 
     def read(self, part: BatchSlice) -> Batch:
         """The samples of a slice: training ones in the epoch's order, held-out ones as they lie."""
-        start, stop = part.span.start + part.low, part.span.start + part.high
         if part.kind == "train":
-            return self.take(self.order.positions(part.span.epoch, start, stop), part)
-        return self.take(np.arange(start, stop) + self.first_held_out, part)
+            return self.take(self.order.slice(part.span, part.low, part.high), part)
+        first = self.first_held_out + part.span.start
+        return self.take(np.arange(first + part.low, first + part.high), part)
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """Samples `samples` int64 `[b]` as `part`: training ones in [0, samples_per_epoch). Their
