@@ -252,14 +252,10 @@ class Prediction:
     replicated_rows: dict[str, int] = field(default_factory=dict)
 
     @property
-    def collective_bytes(self) -> float:
-        """Rows and row gradients that leave a rank."""
-        return self.traffic.collective_bytes
-
-    @property
     def cost(self) -> dict[str, float]:
-        """By objective: `time` (seconds of a step) and `bytes` (`collective_bytes`)."""
-        return {"time": self.time.total, "bytes": self.collective_bytes}
+        """By objective: `time` (seconds of a step) and `bytes` (rows and row gradients that
+        leave a rank)."""
+        return {"time": self.time.total, "bytes": self.traffic.collective_bytes}
 
 
 def predict(

@@ -359,7 +359,7 @@ def placed(state: str, kind: str, counts: Sequence[int], known: Statistics) -> P
         return Placement(kind, state)
     hot = []
     for table, count in zip(known.tables, counts, strict=True):
-        ids = table.hottest(count).astype(np.int64)
+        ids = table.order[:count].astype(np.int64)
         if len(ids) < count:  # fewer were looked up: then others, from 0 on
             others = np.setdiff1d(np.arange(min(table.rows, count + len(ids))), ids)
             ids = np.concatenate((ids, others[: count - len(ids)]))

@@ -53,7 +53,7 @@ class HotSet:
         self._offsets = np.concatenate(([0], np.cumsum((rows + 7) // 8 * 8)))
         self._bits = np.zeros(int(self._offsets[-1]) // 8, dtype=np.uint8)
         pairs = zip(statistics.tables, hot_rows, strict=True)
-        chosen = [table.hottest(count) for table, count in pairs]
+        chosen = [table.order[:count] for table, count in pairs]
         for table, start, ids in zip(statistics.tables, self._offsets[:-1], chosen, strict=True):
             mask = np.zeros(table.rows, dtype=bool)
             mask[ids] = True

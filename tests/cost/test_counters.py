@@ -58,7 +58,7 @@ def test_bytes_are_those_of_runs(world: int, nodes: int, tmp_path: Path) -> None
         for demand in demands:
             found = predict(layout, demand, there, settings, PREFIXES)
             sent = per_step["collective_bytes"]
-            assert found.collective_bytes == pytest.approx(sent, rel=tolerance)
+            assert found.cost["bytes"] == pytest.approx(sent, rel=tolerance)
             dense = found.traffic.dense_bytes
             assert dense == pytest.approx(per_step["dense_collective_bytes"], abs=1)
             if found.hits is not None:

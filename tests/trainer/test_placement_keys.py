@@ -138,7 +138,7 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
     ]
     first, second = run_ranks(resolved, 2, [f"cache.placement=mixed cache.{key}" for key in keys])
     _, source, tables = parts()
-    hottest = read_window(source, tables, 10).tables[0].hottest(6).tolist()
+    hottest = read_window(source, tables, 10).tables[0].order[:6].tolist()
     assert first[0] == second[0] == ("mixed", [sorted(hottest), [], []])
     assert first[1] == second[1] and sum(map(len, first[1][1])) == 8
     assert first[2][1] == [[], [], list(range(30))]  # all rows, whether they were seen or not
