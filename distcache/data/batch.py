@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -389,7 +390,7 @@ class BatchCheck:
         return replace(batch, ids=ids)
 
 
-class Prefetch:
+class Prefetch(AbstractContextManager["Prefetch"]):
     """Iterates over `batches`, loaded, at most `depth` ahead; what goes wrong is raised in order.
 
     After each batch `load_s` is what drawing and loading it took (seconds, beside the steps). A
@@ -400,9 +401,6 @@ class Prefetch:
         self._batches, self._depth = iter(batches), depth
         self._thread = ThreadPoolExecutor(1, "distcache-load")
         self.load_s = 0.0
-
-    def __enter__(self) -> Prefetch:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._thread.shutdown(cancel_futures=True)
