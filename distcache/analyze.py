@@ -298,7 +298,8 @@ def _beside(target: Target, sizes: Sizes, distinct: float) -> list[str]:
     can move ahead."""
     parts, case = [], target.point.estimate.case
     if len(sizes.members) == 1:
-        copies = human_bytes(round(3 * distinct * sizes.tables[0].dim * sizes.request.itemsize))
+        row = sizes.request.tables[0].dim * sizes.request.itemsize
+        copies = human_bytes(round(3 * distinct * row))
         rows = f"A step's copies of its {distinct:,.0f} rows, their gradients and sums"
         parts.append(f"{rows} take about {copies} beside it.")
     if case.prefetch == 0 and case.policy is not None and sum(case.slots) < 2 * distinct:

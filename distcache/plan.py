@@ -80,7 +80,7 @@ def traffic_table(point: Point) -> Table:
             ("rows, rank", lambda _: f"{point.demand.rank_rows:,.0f}"),
             ("rows, all", lambda _: f"{point.demand.world_rows:,.0f}"),
             ("hit rate", lambda p: "-" if p.hits is None else f"{p.hits.rate:.4f}"),
-            ("sent KiB", lambda p: _kib(p.collective_bytes)),
+            ("sent KiB", lambda p: _kib(p.traffic.collective_bytes)),
             ("inside", lambda p: _kib(p.traffic.by_link(point.cluster)[0])),
             ("between", lambda p: _kib(p.traffic.by_link(point.cluster)[1])),
             ("dense", lambda p: _kib(p.traffic.dense_bytes)),
@@ -251,7 +251,8 @@ def advice(plan: Plan) -> str:
     if best is None:
         return "Nothing fits: give more cache rows or device memory, or a smaller batch."
     name = label(best)
-    cost = f"{1e3 * best.time.total:,.3f} ms a step, {best.collective_bytes / 1024:,.0f} KiB sent"
+    sent = best.traffic.collective_bytes / 1024
+    cost = f"{1e3 * best.time.total:,.3f} ms a step, {sent:,.0f} KiB sent"
     ranks, least = plan.here.cluster.ranks, options.objective
     text = f"At {ranks} ranks {name} has the least {least}: {cost} per rank."
     text += f" What binds its step: {best.time.binds}."
@@ -289,7 +290,7 @@ def _record(prediction: Prediction, point: Point) -> dict[str, Any]:
         "hit_rate": None if hits is None else hits.rate,
         "rows_fetched": None if hits is None else hits.fetched,
         "rows_written_back": None if hits is None else hits.written_back,
-        "collective_bytes": prediction.collective_bytes,
+        "collective_bytes": prediction.traffic.collective_bytes,
         "inside_bytes": inside,
         "between_bytes": between,
         "inter_node_bytes": traffic.inter_node_bytes(point.cluster),

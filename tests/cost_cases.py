@@ -19,9 +19,15 @@ ROWS, BAGS, ZIPF = (5000, 300, 40), (1.0, 3.0, 2.0), (1.05, 0.8, 0.0)
 DIM, STATE, BATCH = 8, 8, 64
 
 
-def sources(dim: int = DIM) -> list[TableSource]:
+def specs(rows: Sequence[int] = ROWS, dims: Sequence[int] = (DIM,) * 3) -> list[TableSpec]:
+    """Tables t_cat_0, ..., each read by one feature."""
+    pairs = enumerate(zip(rows, dims, strict=True))
+    return [TableSpec(f"t_cat_{at}", count, dim, (f"cat_{at}",)) for at, (count, dim) in pairs]
+
+
+def sources() -> list[TableSource]:
     """Three tables, one of them uniform."""
-    return zipf_sources(ROWS, [dim] * 3, BAGS, ZIPF)
+    return zipf_sources(specs(), BAGS, ZIPF)
 
 
 def demand(world: int, batch: float = BATCH, state: int = STATE, nodes: int = 1) -> Demand:
@@ -44,8 +50,7 @@ def settings(slots: int = 2000, **more) -> Settings:
 
 def layout(world: int) -> RowLayout:
     """The rows of the three tables."""
-    specs = [TableSpec(f"t_cat_{i}", rows, DIM, (f"cat_{i}",)) for i, rows in enumerate(ROWS)]
-    return RowLayout(specs, world)
+    return RowLayout(specs(), world)
 
 
 def draw(world: int, steps: int, seed: int = 0) -> list[list[np.ndarray]]:
@@ -76,7 +81,7 @@ def counted(steps: list[list[np.ndarray]], world: int = 1, batch: float = BATCH)
         for table, (low, high) in enumerate(pairwise(offsets))
     ]
     statistics = Statistics(tuple(tables), "ids", BATCH * sum(map(len, steps)))
-    return demand_at(counted_sources(statistics, [DIM] * 3), [STATE] * 3, batch, world)
+    return demand_at(counted_sources(statistics, specs()), [STATE] * 3, batch, world)
 
 
 def total(exchanges: Sequence[Exchange], stage: str) -> float:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSource, JaggedIds, slice_bounds
+from distcache.engine.placing import CacheRequest
 from distcache.layout import TableSpec
 from distcache.models import initialise
 from distcache.optim import RowUpdate, row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.popularity.slots import Budget, first_rows, statistics_of
+from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import (
     Popularity,
     Statistics,
@@ -320,5 +321,5 @@ def count(case: Scenario, steps: Iterable[int]) -> Statistics:
 def popularity_of(case: Scenario, slots: tuple[int, ...], **how: object) -> Popularity:
     """The popularity of the first half of a run for caches of `slots`."""
     counted = statistics_of(count(case, range(max(case.steps // 2, 1))), case.tables, "here")
-    unbounded = Budget(rows=None, ratio=None, bytes=None, itemsize=4, world_size=1)
-    return Popularity(counted, first_rows(case.tables, slots, counted, unbounded), **how)
+    request = CacheRequest(case.tables, None, case.optimizer, 1, 4, 0, 1, "bytes")
+    return Popularity(counted, request.first_rows(slots, counted), **how)

@@ -32,6 +32,7 @@ from distcache.trainer.prediction import (
     configured_case,
     count_source,
     record_run,
+    require_index,
     slots_of,
 )
 from distcache.trainer.schedule import make_schedule
@@ -301,13 +302,14 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     check = BatchCheck(tables, source.features, config.data.on_bad_id)
     if config.cache.split != BY_CURVE:  # what is refused is refused before all the data is read
         slots_of(config, tables, ranks[0], None)
+    require_index(tables, ranks)
     want = config.trainer
     schedule = make_schedule(source, 0, want.steps, want.eval_every, want.eval_steps)
     run_steps = schedule.steps or 0
     steps = source.steps_per_epoch or run_steps
     share = None if options.sample == "auto" else float(options.sample)
     counted = count_source(source, check, steps, share, progress_bar)
-    sizes = Sizes(tables, request_of(config), counted.statistics)
+    sizes = Sizes(request_of(config, tables), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
         traces = record_run(source, check, schedule, ranks, most, bar.update, stop)

@@ -132,7 +132,7 @@ class Request:
         if between is not None:
             between = between.shared(max(local / (options.cards or local), 1.0))
         cluster = replace(self.cluster, ranks=world, nodes=nodes, between=between)
-        widths = [self.update.state_width(source.dim) for source in self.sources]
+        widths = [self.update.state_width(source.table.dim) for source in self.sources]
         demand = demand_at(self.sources, widths, options.batch, world, local)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
         rows, ratio = options.cache_rows or None, options.cache_ratio
@@ -142,7 +142,7 @@ class Request:
 
 def widest(sources: Sequence[TableSource]) -> TableSource:
     """The table whose rows are most of a step's elements."""
-    return max(sources, key=lambda source: source.lookups * source.dim)
+    return max(sources, key=lambda source: source.lookups * source.table.dim)
 
 
 def host_of(options: Options, found: HostTimes) -> HostTimes:
@@ -169,8 +169,8 @@ def parse_request(line: Line[Options]) -> Request:
             "one out",
         )
     measured = options.measure and "device_memory" not in given and "device" not in given
-    stored, update = stored_dtype(options.data_type), row_update(options.optim.name, 0.0)
-    sources = tuple(replace(source, stored=stored) for source in _sources(options, given))
+    sources, update = tuple(_sources(options, given)), row_update(options.optim.name, 0.0)
+    tables = [source.table for source in sources]
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
         memory = byte_count("device_memory", options.device_memory, kilo=1000)
@@ -183,16 +183,15 @@ def parse_request(line: Line[Options]) -> Request:
         known = isinstance(rows, dict) and all(type(k) is int and k >= 0 for k in rows.values())
         how = "give the rows of each table, '{t_cat_0: 1000}'"
         refuse_if(not known, f"replicated_rows={rows}: {how}")
-        specs = [TableSpec(s.name, s.curve.table_rows, s.dim, (s.name,)) for s in sources]
-        counts = given_rows(rows, specs, "replicated_rows")
-        rows = {table.name: count for table, count in zip(specs, counts, strict=True)}
+        counts = given_rows(rows, tables, "replicated_rows")
+        rows = {table.name: count for table, count in zip(tables, counts, strict=True)}
     links = [parse_link(key, getattr(options, key)) for key in ("host", "inside", "between")]
-    dims, parameters = [source.dim for source in sources], options.dense_parameters
+    dims, parameters = [table.dim for table in tables], options.dense_parameters
     outputs = float(sum(dims))
     if parameters < 0:  # what the layers of the default model take and give, and pairs of vectors
         parameters, layers = default_parameters(dims), dense_layers(round(sum(dims) / len(dims)))
         outputs += sum(map(sum, layers)) + len(dims) * (len(dims) + 1) / 2
-    dim, window = widest(sources).dim, options.lookahead
+    dim, window = widest(sources).table.dim, options.lookahead
     state = update.state_width(dim)
     compute = device_compute(options.device, dim, state, parameters, outputs)
     threads = host_of(options, HOST)
@@ -230,14 +229,21 @@ def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
             f"rows (fingerprint {statistics.fingerprint}), but {list(rows)} are asked for: count "
             "this data with python -m distcache.analyze, or leave table_rows and preset out",
         )
-        dims = _each("width", options.width, len(statistics.tables), 1)
-        return counted_sources(statistics, dims)
+        names = [table.table for table in statistics.tables]
+        return counted_sources(statistics, _tables(options, names, statistics.table_rows))
     ways = "statistics=<folder>, preset=criteo_kaggle, or table_rows=[1000,50]"
     refuse_if(not rows, f"no tables: give {ways}")
     refuse_if(min(rows) < 1, f"table_rows={list(rows)}: a table has at least 1 row")
-    least = {"width": 1, "bag_size": 0, "zipf": 0}
-    each = [_each(key, getattr(options, key), len(rows), bound) for key, bound in least.items()]
-    return zipf_sources(rows, *each)
+    tables = _tables(options, [f"t_cat_{index}" for index in range(len(rows))], rows)
+    each = [_each(key, getattr(options, key), len(rows), 0) for key in ("bag_size", "zipf")]
+    return zipf_sources(tables, *each)
+
+
+def _tables(options: Options, names: Sequence[str], rows: Sequence[int]) -> list[TableSpec]:
+    """The tables of so many rows, as wide and stored as is asked for."""
+    stored, dims = stored_dtype(options.data_type), _each("width", options.width, len(rows), 1)
+    each = zip(names, rows, dims, strict=True)
+    return [TableSpec(name, count, dim, (name,), dtype=stored) for name, count, dim in each]
 
 
 def _each(key: str, values: Sequence[Any], count: int, least: int) -> list[Any]:
@@ -263,8 +269,8 @@ def measured_here(request: Request) -> Request:
     options, ranks = request.options, request.options.measure_ranks
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "log"
-        want = {"width": widest(request.sources).dim, "tables": len(request.sources), "out": folder}
-        want |= {"batch": options.batch, "optim": options.optim.name}
+        want = {"width": widest(request.sources).table.dim, "tables": len(request.sources)}
+        want |= {"batch": options.batch, "optim": options.optim.name, "out": folder}
         want |= {"table_rows": [source.curve.table_rows for source in request.sources]}
         command = train_command(ranks, [json.dumps(want)], "distcache.cli.plan_run")
         code = run_job(command, ranks, said)

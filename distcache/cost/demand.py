@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from distcache.data.synthetic import ZipfTables
+from distcache.layout import TableSpec, group_tables
 from distcache.popularity.curve import Curve, room_of
 from distcache.popularity.statistics import Statistics
 
@@ -24,37 +25,27 @@ def zipf_curve(rows: int, exponent: float) -> Curve:
 
 @dataclass(frozen=True)
 class TableSource:
-    """A table whose use is predicted: rows of `dim` elements, `lookups` ids of it in a sample on
-    average. `name`: of the table; `stored`: as `TableSpec.dtype`."""
+    """A table whose use is predicted: `lookups` ids of it in a sample on average."""
 
-    name: str
-    dim: int
+    table: TableSpec
     lookups: float
     curve: Curve
-    stored: torch.dtype | None = None
 
 
 def zipf_sources(
-    table_rows: Sequence[int],
-    dims: Sequence[int],
-    lookups: Sequence[float],
-    exponents: Sequence[float],
+    tables: Sequence[TableSpec], lookups: Sequence[float], exponents: Sequence[float]
 ) -> list[TableSource]:
-    """Tables t_cat_0, ... by Zipf's law; all sequences have an entry for each."""
-    each = enumerate(zip(table_rows, dims, lookups, exponents, strict=True))
-    return [
-        TableSource(f"t_cat_{index}", dim, count, zipf_curve(rows, exponent))
-        for index, (rows, dim, count, exponent) in each
-    ]
+    """Tables by Zipf's law; all sequences have an entry for each."""
+    each = zip(tables, lookups, exponents, strict=True)
+    return [TableSource(table, count, zipf_curve(table.rows, a)) for table, count, a in each]
 
 
-def counted_sources(statistics: Statistics, dims: Sequence[int]) -> list[TableSource]:
-    """The tables of `statistics`, `dims` wide; as many lookups a sample as were counted."""
+def counted_sources(statistics: Statistics, tables: Sequence[TableSpec]) -> list[TableSource]:
+    """Tables as those of `statistics`, in order, are used; as many lookups a sample as were
+    counted."""
     curves = [Curve.of(table, statistics.samples) for table in statistics.tables]
-    return [
-        TableSource(table.table, dim, own.per_sample, own)
-        for table, dim, own in zip(statistics.tables, dims, curves, strict=True)
-    ]
+    pairs = zip(tables, curves, strict=True)
+    return [TableSource(table, curve.per_sample, curve) for table, curve in pairs]
 
 
 # -----------------------------------------------------------------------------
@@ -142,7 +133,7 @@ def _sum_of(parts: str, name: str) -> property:
 class GroupDemand:
     """Tables of one width and dtype, and of all of them what `TableDemand` says of one (`rows`: V).
 
-    `dim` D; `state_width` S: floats of optimizer state per row; `stored` as of `TableSource`.
+    `dim` D; `state_width` S: floats of optimizer state per row; `stored` as `TableSpec.dtype`.
     """
 
     tables: tuple[TableDemand, ...]
@@ -286,24 +277,14 @@ def demand_at(
 ) -> Demand:
     """The demand of a step of W = `world_size` ranks with `batch` samples (b) each.
 
-    `state_widths`: S of each table's rows; `local_ranks`: ranks of each node. Tables of one width
-    and dtype are a group, in order of first appearance (as `layout.group_tables`).
+    `state_widths`: S of each table's rows; `local_ranks`: ranks of each node.
     """
-    groups: dict[tuple[int, torch.dtype | None], list[TableDemand]] = {}
-    states: dict[int, int] = {}
-    for source, state in zip(sources, state_widths, strict=True):
-        own = _table(source, batch, world_size, local_ranks)
-        groups.setdefault((source.dim, source.stored), []).append(own)
-        states[source.dim] = state
-    return Demand(
-        tuple(
-            GroupDemand(tuple(tables), dim, states[dim], stored)
-            for (dim, stored), tables in groups.items()
-        ),
-        world_size,
-        batch,
-        local_ranks,
-    )
+    demands, groups = [_table(own, batch, world_size, local_ranks) for own in sources], []
+    for members in group_tables([source.table for source in sources]):
+        first, own = members[0], tuple(demands[table] for table in members)
+        spec = sources[first].table
+        groups.append(GroupDemand(own, spec.dim, state_widths[first], spec.dtype))
+    return Demand(tuple(groups), world_size, batch, local_ranks)
 
 
 def _table(source: TableSource, batch: float, world_size: int, local_ranks: int) -> TableDemand:
@@ -312,7 +293,7 @@ def _table(source: TableSource, batch: float, world_size: int, local_ranks: int)
     ranks = (1, world_size, local_ranks if local_ranks < world_size else 1)
     touched = [curve.touched(number * lookups) for number in ranks]
     place = (end - count, end)
-    found = TableDemand(source.name, curve.table_rows, count, *touched, *place, lookups)
+    found = TableDemand(source.table.name, curve.table_rows, count, *touched, *place, lookups)
     if math.isinf(curve.lookups):
         return found
     steps = curve.lookups / (world_size * lookups) if lookups else 0.0

@@ -252,14 +252,10 @@ class Prediction:
     replicated_rows: dict[str, int] = field(default_factory=dict)
 
     @property
-    def collective_bytes(self) -> float:
-        """Rows and row gradients that leave a rank."""
-        return self.traffic.collective_bytes
-
-    @property
     def cost(self) -> dict[str, float]:
-        """By objective: `time` (seconds of a step) and `bytes` (`collective_bytes`)."""
-        return {"time": self.time.total, "bytes": self.collective_bytes}
+        """By objective: `time` (seconds of a step) and `bytes` (rows and row gradients that
+        leave a rank)."""
+        return {"time": self.time.total, "bytes": self.traffic.collective_bytes}
 
 
 def predict(
@@ -292,8 +288,7 @@ def predict(
         rows = {table.name: table.rows for table in demand.tables}
     elif placement == MIXED and replicated_rows:
         rows = replicated_rows
-    prefixes = [[rows.get(table.name, 0) for table in g.tables] for g in demand.groups]
-    return _cached(placement, demand, cluster, settings, prefixes)
+    return _cached(placement, demand, cluster, settings, rows)
 
 
 def _cached(
@@ -301,12 +296,12 @@ def _cached(
     demand: Demand,
     cluster: Cluster,
     settings: Settings,
-    prefixes: Sequence[Sequence[int]],
+    rows: Mapping[str, int],
 ) -> Prediction:
     world, item, state = demand.world_size, settings.itemsize, settings.state
     parts: list[Part] = []
-    for group, prefix, slots in zip(demand.groups, prefixes, settings.slots, strict=True):
-        hot, cold = group.split(prefix)
+    for group, slots in zip(demand.groups, settings.slots, strict=True):
+        hot, cold = group.split([rows.get(table.name, 0) for table in group.tables])
         homes = (-(-hot.rows // world), -(-group.rows // world))  # rows are spread evenly
         shared, own = split_slots(slots, *homes, world) if cold.rows else (slots, 0)
         parts += [Part(hot, shared, True), Part(cold, own, False)]
@@ -335,8 +330,8 @@ def _cached(
     time = step_time(traffic, cluster, compute, threads)
     memory = cache_memory(parts, world, item, state)
     replicated = {}
-    for group, rows in zip(demand.groups, prefixes if placement == MIXED else (), strict=False):
-        replicated |= {t.name: int(k) for t, k in zip(group.tables, rows, strict=True) if k}
+    if placement == MIXED:
+        replicated = {t.name: int(rows[t.name]) for t in demand.tables if rows.get(t.name)}
     refused = _too_small(parts, world) or _too_large(memory, cluster)
     return Prediction(placement, traffic, time, memory, refused, hits, replicated)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -237,10 +238,10 @@ class SlicedSource(ABC):
 
     def read(self, part: BatchSlice) -> Batch:
         """The samples of a slice: training ones in the epoch's order, held-out ones as they lie."""
-        start, stop = part.span.start + part.low, part.span.start + part.high
         if part.kind == "train":
-            return self.take(self.order.positions(part.span.epoch, start, stop), part)
-        return self.take(np.arange(start, stop) + self.first_held_out, part)
+            return self.take(self.order.slice(part.span, part.low, part.high), part)
+        first = self.first_held_out + part.span.start
+        return self.take(np.arange(first + part.low, first + part.high), part)
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
         """Samples `samples` int64 `[b]` as `part`: training ones in [0, samples_per_epoch). Their
@@ -389,7 +390,7 @@ class BatchCheck:
         return replace(batch, ids=ids)
 
 
-class Prefetch:
+class Prefetch(AbstractContextManager["Prefetch"]):
     """Iterates over `batches`, loaded, at most `depth` ahead; what goes wrong is raised in order.
 
     After each batch `load_s` is what drawing and loading it took (seconds, beside the steps). A
@@ -400,9 +401,6 @@ class Prefetch:
         self._batches, self._depth = iter(batches), depth
         self._thread = ThreadPoolExecutor(1, "distcache-load")
         self.load_s = 0.0
-
-    def __enter__(self) -> Prefetch:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
+from distcache.data.batch import JaggedIds, SlicedSource
 from distcache.data.criteo_folder import IDS, INTEGERS, Manifest, bags, open_array, read_manifest
 from distcache.data.files import BadLines, InputFile, MappedRows, digest_of, find_files, read_text
-from distcache.data.samplers import BlockOrder, ReadAhead, SampleOrder, Subset, key_of
+from distcache.data.samplers import BlockOrder, SampleOrder, Subset, key_of
 from distcache.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class CriteoBatches(SlicedSource):
         """The same samples, not shuffled; shares all that holds them."""
         other = copy.copy(self)
         other.order = SampleOrder(self.train_samples, 0, shuffle=False)
+        other.order.hint = self.will_need
         return other
 
     @abstractmethod
@@ -157,20 +158,13 @@ class CriteoArrays(CriteoBatches):
         for name in ("labels", "dense", "ids"):
             array = open_array(self.folder, manifest, f"{name}.npy")
             self._arrays[name] = MappedRows(self.folder / f"{name}.npy", array)
-        self._ahead: ReadAhead | None = None
         if isinstance(self.order, BlockOrder):
             for rows in self._arrays.values():
                 rows.advise(0, manifest.train_samples, mmap.MADV_RANDOM)
-            self._ahead = ReadAhead(self.order, partial(_will_need, list(self._arrays.values())))
+            self.order.hint = partial(_will_need, list(self._arrays.values()))
         held_out = manifest.samples - manifest.train_samples
         said = f"{self.folder}: {manifest.samples:,} samples, {held_out:,} held out"
         logger.info(f"{said}, fingerprint {manifest.fingerprint[:16]}")
-
-    def read(self, part: BatchSlice) -> Batch:
-        """See `SlicedSource.read`."""
-        if self._ahead is not None and part.kind == "train":
-            self._ahead.reach(part.span.epoch, part.span.start, part.span.stop)
-        return super().read(part)
 
     def will_need(self, start: int, stop: int) -> None:
         """See `SlicedSource.will_need`."""

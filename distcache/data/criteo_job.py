@@ -386,7 +386,7 @@ def alone(work: Work) -> Iterator[None]:
         yield
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """`workers` processes; with one worker, this process alone."""
 
     def __init__(self, workers: int) -> None:
@@ -394,9 +394,6 @@ class Pool:
         if workers > 1:
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
-
-    def __enter__(self) -> Pool:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._executor is not None:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
+from distcache.data.batch import JaggedIds, SlicedSource
 from distcache.data.files import InputFile, find_files
 from distcache.data.samplers import RowGroupOrder, SampleOrdering, Subset, key_of
 from distcache.errors import ConfigError, DataError
@@ -516,14 +516,6 @@ class ParquetSource(SlicedSource):
     def in_file_order(self) -> ParquetSource:
         """The same samples, not shuffled."""
         return ParquetSource(replace(self.spec, shuffle_rows=0))
-
-    def read(self, part: BatchSlice) -> Batch:
-        """See `SlicedSource.read`; the order inside a global batch is the same for all slices."""
-        if part.kind != "train":
-            return super().read(part)
-        span = part.span
-        samples = self.order.positions(span.epoch, span.start, span.stop)
-        return self.take(samples[part.low : part.high], part)
 
     def ids_of(self, samples: np.ndarray, epoch: int) -> JaggedIds:
         """See `SlicedSource.ids_of`."""

@@ -11,6 +11,7 @@ Rogaway, 2002). Where samples lie on a disk, blocks of neighbours stay near each
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -101,7 +102,26 @@ class BatchSpans:
         return SampleSpan(epoch, start, stop if self.samples is None else min(stop, self.samples))
 
 
-class SampleOrder:
+class SampleOrdering(ABC):
+    """An order of `samples` numbers [0, n), a function of (seed, epoch, position).
+
+    `hint(start, stop)`, where it is set, hears that samples [start, stop) are needed soon.
+    """
+
+    samples: int | None
+    hint: Callable[[int, int], object] | None = None
+
+    @abstractmethod
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`, of which every
+        sample appears at one."""
+
+    def slice(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
+        """Samples [low, high) of the global batch `span`, int64."""
+        return self.positions(span.epoch, span.start + low, span.start + high)
+
+
+class SampleOrder(SampleOrdering):
     """The order in which an epoch visits `samples` samples (None: unlimited, in counting order)."""
 
     def __init__(self, samples: int | None, seed: int, shuffle: bool = True) -> None:
@@ -112,11 +132,14 @@ class SampleOrder:
         self._left_bits = bits // 2
         self._right_bits = bits - self._left_bits
 
-    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`.
+    def slice(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
+        """See `SampleOrdering.slice`; `hint` hears of the next batch, unless they are shuffled."""
+        if self.hint is not None and not self.shuffle:
+            self.hint(span.stop, min(span.stop + span.size, self.samples or 0))
+        return super().slice(span, low, high)
 
-        Over a whole epoch every sample in [0, samples) appears once.
-        """
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """See `SampleOrdering.positions`."""
         where = np.arange(start, stop, dtype=np.int64)
         if not self.shuffle:
             return where
@@ -141,13 +164,17 @@ class SampleOrder:
         return (left << shift) | right
 
 
-class BlockOrder:
+class BlockOrder(SampleOrdering):
     """An order of samples on a disk: blocks of neighbours drawn at random, mixed in pools.
 
     An epoch goes through pools of `POOL_BLOCKS` random blocks of `block` consecutive samples; in a
     pool every sample may come at any place. So a pool's worth of training reads few places of the
     disk, each of them whole. The last samples, less than a block, are in the last pool; blocks are
     counted from another sample in each epoch. With a single pool it is `SampleOrder`.
+
+    The samples of a pool come in no order, each on a page of its own: read when they are touched,
+    a batch would wait for thousands of pages one by one. So `hint` hears of them a pool ahead of
+    those that are read; every batch hints about as many samples as it takes.
     """
 
     def __init__(self, samples: int, seed: int, block: int) -> None:
@@ -155,9 +182,23 @@ class BlockOrder:
         self._pool = block * POOL_BLOCKS
         self._all = SampleOrder(samples, seed) if samples <= self._pool else None
         self._blocks = SampleOrder(samples // block, key_of(seed, 1))
+        self._epoch, self._done = -1, 0  # blocks of the epoch that were hinted at
+
+    def slice(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
+        """See `SampleOrdering.slice`; the batch is read next."""
+        if self.hint is not None:
+            first = span.start // self.pool * self.pool // self.block  # of the pool that it is in
+            # All of the pools that are read, and of the next one as much as was read of this one.
+            until = -(-(span.stop + self.pool) // self.block)
+            if span.epoch != self._epoch or not first <= self._done <= until:
+                self._epoch, self._done = span.epoch, first  # begun, or taken up elsewhere
+            for start, stop in self.spans(span.epoch, self._done, until):
+                self.hint(start, stop)
+            self._done = until
+        return super().slice(span, low, high)
 
     def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Samples int64 `[stop - start]` at positions [start, stop) of `epoch`."""
+        """See `SampleOrdering.positions`."""
         if self._all is not None:
             return self._all.positions(epoch, start, stop)
         shift = key_of(self.seed, 2, epoch) % self.samples
@@ -197,7 +238,7 @@ class BlockOrder:
         return found
 
 
-class RowGroupOrder:
+class RowGroupOrder(SampleOrdering):
     """An order of samples in blocks, such as row groups of files.
 
     `sizes`: samples of each block; `window`: samples shuffled together, at least; 0 keeps the
@@ -220,11 +261,13 @@ class RowGroupOrder:
         """Samples of the largest window that any epoch may have."""
         return min(self.samples, self._window + int(self.sizes.max(initial=0)))
 
-    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Samples int64 `[stop - start]`, counted over all blocks, at positions of `epoch`.
+    def slice(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
+        """See `SampleOrdering.slice`: of the whole batch, which is sorted."""
+        return self.positions(span.epoch, span.start, span.stop)[low:high]
 
-        The positions must be those of one whole batch: ranks take slices of the result.
-        """
+    def positions(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Samples int64 `[stop - start]`, counted over all blocks, at positions of `epoch`: those
+        of one whole batch."""
         if self._window == 0 or self.samples <= self._window:
             return self._all.positions(epoch, start, stop)
         order, starts, windows = self._epoch(epoch)
@@ -255,11 +298,6 @@ def _blocks_of(
         enough = np.searchsorted(starts, starts[windows[-1]] + window, side="left")
         windows.append(min(int(enough), count))
     return blocks, starts, np.array(windows)
-
-
-SampleOrdering = SampleOrder | BlockOrder | RowGroupOrder
-"""An order of numbers [0, n), a function of (seed, epoch, position): ask for positions of one whole
-batch at a time."""
 
 
 class Subset:
@@ -313,28 +351,3 @@ def both(bits: np.ndarray, samples: int) -> tuple[Subset, Subset]:
     if samples % 64:
         others[-1] &= np.uint64((1 << samples % 64) - 1)
     return Subset(bits), Subset(others)
-
-
-class ReadAhead:
-    """Tells the system which samples come, a pool ahead of those that are read.
-
-    The samples of a pool come in no order, each on a page of its own: read when they are touched,
-    a batch would wait for thousands of pages one by one. `hint(start, stop)`: samples [start,
-    stop) are needed soon. Every batch hints about as many samples as it takes.
-    """
-
-    def __init__(self, order: BlockOrder, hint: Callable[[int, int], None]) -> None:
-        self._order, self._hint = order, hint
-        self._epoch, self._done = -1, 0
-
-    def reach(self, epoch: int, start: int, stop: int) -> None:
-        """Positions [start, stop) of `epoch` are read next."""
-        pool, block = self._order.pool, self._order.block
-        first = start // pool * pool // block  # of the pool that `start` is in
-        # All of the pools that are read, and of the next one as much as was read of this one.
-        until = -(-(stop + pool) // block)
-        if epoch != self._epoch or not first <= self._done <= until:  # begun, or taken up elsewhere
-            self._epoch, self._done = epoch, first
-        for span in self._order.spans(epoch, self._done, until):
-            self._hint(*span)
-        self._done = until

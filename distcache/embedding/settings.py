@@ -18,7 +18,7 @@ from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
 from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
-from distcache.engine.placing import CacheRequest, Known
+from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate
@@ -261,9 +261,8 @@ class Recipe:
         own = self.settings
         objective = "bytes" if own.cluster is None else "time"
         ahead = (own.window, own.prefetch)
-        return CacheRequest(
-            own, self.update, own.batch_size or 1, own.dtype.itemsize, *ahead, objective
-        )
+        of = (self.lookups.named, own, self.update, own.batch_size or 1, own.dtype.itemsize)
+        return CacheRequest(*of, *ahead, objective)
 
     def statistics(self) -> Statistics | None:
         """The statistics of the tables, in order; ConfigError for those of other tables."""
@@ -281,17 +280,17 @@ class Recipe:
             return
         with library_words():
             if self.settings.split != "by_curve":
-                self.request.slots(self.lookups.named, 1, None)
+                self.request.plan(1, None)
             if not has_group():  # else rank 0 reads them, for all
                 self.statistics()
 
     def decide_rows(self, world: World) -> tuple[tuple[int, ...], Placement, Popularity | None]:
         """Slots C of each group, placement of rows, and popularity where there are statistics;
         called by all ranks, decided by rank 0. Raises ConfigError on all ranks."""
-        tables, request = self.lookups.named, self.request
-        slots, popularity = request.decide_slots(world, tables, self.statistics)
+        request = self.request
+        slots, popularity = request.decide_slots(world, self.statistics)
         own: Any = popularity  # there are some for the placements that ask what is known
-        placement = request.placement(world, tables, lambda: Known(tables, slots, own.statistics))
+        placement = request.placement(world, slots, lambda: own.statistics)
         if placement.kind != REPLICATED:
-            popularity = request.of_all_homes(world, tables, slots, popularity)
+            popularity = request.of_all_homes(world, slots, popularity)
         return slots, placement, popularity

@@ -17,21 +17,22 @@ from distcache.cost.demand import Demand, counted_sources, demand_at
 from distcache.cost.predict import Prediction, Settings, best_mixed, choose_placement
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate
 from distcache.planner.victims import AUTO, Policy
 from distcache.popularity.curve import Curve, most_frequent
 from distcache.popularity.slots import (
+    BY_CURVE,
     MARGIN,
-    Budget,
-    SlotPlan,
-    first_rows,
+    StepCurves,
+    cache_bytes,
+    cache_slots,
     given_rows,
     listed,
-    plan_slots,
-    report_slots,
+    slots_by_curve,
 )
 from distcache.popularity.statistics import Popularity, Statistics
+from distcache.store.memory import describe_bytes
 
 log = logging.getLogger(__name__)
 
@@ -41,25 +42,26 @@ next half most do not (docs/popularity.md). Rows that are pinned all come first:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known before training: the `tables`, their C slots by group, and the use of rows, by
-    `statistics` of the tables, in order, or of the first batches alone."""
+class SlotPlan:
+    """`slots`: C of each group; `hot_rows`: for each table, how many of its most frequent rows lie
+    in the cache first (0 where nothing says so)."""
 
-    tables: Sequence[TableSpec]
-    slots: Sequence[int]
-    statistics: Statistics
+    slots: tuple[int, ...]
+    hot_rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What a user asks of a cache; with tables and ranks its slots and its placement follow.
+    """What a user asks of a cache of `tables`; with ranks its slots and its placement follow.
 
     `keys`: has the keys of group `cache` as attributes (`CacheConfig`, or what a collection was
     told); `batch`: samples of a step over all ranks; `itemsize`: bytes of an element; `window`: L;
     `prefetch`: P, as slots are planned for; `objective`: what a chosen placement makes smallest;
-    `dense_parameters`: of the dense part.
+    `dense_parameters`: of the dense part; `expected`: distinct rows of each group that P + 2 steps,
+    whose rows are on the device at once, are expected to name, empty where that is not known.
     """
 
+    tables: Sequence[TableSpec]
     keys: Any
     update: RowUpdate
     batch: int
@@ -68,6 +70,7 @@ class CacheRequest:
     prefetch: int
     objective: str
     dense_parameters: int = 0
+    expected: tuple[float, ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -82,113 +85,203 @@ class CacheRequest:
         # The library's sums are on all ranks: then so is the state.
         return REPLICATED if self.keys.reduction == "native" else self.update.state_place
 
-    def state_widths(self, tables: Sequence[TableSpec], world_size: int) -> list[int]:
-        """Floats of state that a slot of each table takes on one of so many ranks: S, or a share of
-        it where rows are on every rank and their homes keep the state."""
+    def groups(self, world_size: int) -> list[tuple[int, int, int]]:
+        """(V, D, S) of each group, D and S as elements of `itemsize` bytes; S: of a slot on one of
+        so many ranks, a share where rows are on every rank and their homes keep the state."""
         shares = self.state == "home" and self.keys.placement == REPLICATED
-        homes = world_size if shares else 1
-        return [-(-self.update.state_width(table.dim) // homes) for table in tables]
+        homes, found = world_size if shares else 1, []
+        for members in group_tables(self.tables):
+            rows, first = sum(self.tables[t].rows for t in members), self.tables[members[0]]
+            state = -(-self.update.state_width(first.dim) // homes)
+            found.append((rows, first.width(self.itemsize), state))
+        return found
 
-    def budget(self, world_size: int, expected: tuple[float, ...] = ()) -> Budget:
-        """What the slots of a rank may take; `expected`: rows of each group that P + 2 steps name,
-        empty where that is not known."""
-        sizes = (self.keys.rows, self.keys.ratio, self.keys.bytes)
-        steps = self.prefetch + 2
-        return Budget(*sizes, self.itemsize, world_size, self.batch, steps, expected)
+    def plan(self, world_size: int, statistics: Statistics | None) -> SlotPlan:
+        """The slots of one of so many ranks, split over the groups and tables. Pure.
 
-    def slots(
-        self,
-        tables: Sequence[TableSpec],
-        world_size: int,
-        statistics: Statistics | None,
-        expected: tuple[float, ...] = (),
+        `statistics`: of the tables, in order. `proportional` gives each group slots by its rows,
+        `by_curve` by `slots_by_curve`; the hot rows are the likeliest of each group, as many as it
+        has slots. A mapping gives the hot rows of each table, and their group as many slots. Raises
+        ConfigError where the split does not fit the tables or the size.
+        """
+        keys, members, item = self.keys, group_tables(self.tables), self.itemsize
+        expected: Sequence[float] = self.expected
+        if not isinstance(keys.split, str):
+            return self._as_given(world_size, statistics)
+        if not expected and statistics is not None and self.batch > 1 and self._by_default:
+            samples = min(self.batch * (self.prefetch + 2), statistics.samples)
+            expected = [StepCurves.of(statistics, own, samples).expected for own in members]
+        sizes = self.groups(world_size)
+        slots = cache_slots(keys.rows, keys.ratio, keys.bytes, sizes, item, world_size, expected)
+        if statistics is None:
+            return SlotPlan(tuple(slots), (0,) * len(self.tables))
+        if keys.split == BY_CURVE:
+            steps = [StepCurves.of(statistics, own, self.batch) for own in members]
+            allowed = keys.bytes or cache_bytes(slots, sizes, item)
+            row_bytes = [(dim + state) * item for _, dim, state in sizes]
+            slots = slots_by_curve(steps, row_bytes, allowed, world_size)
+        return SlotPlan(tuple(slots), self.first_rows(slots, statistics))
+
+    @property
+    def _by_default(self) -> bool:
+        """Whether none of the three sizes is given."""
+        return self.keys.rows is None and self.keys.ratio is None and self.keys.bytes is None
+
+    def _as_given(self, world_size: int, statistics: Statistics | None) -> SlotPlan:
+        """The split of a user: slots for each table's rows, up to a multiple of W in each group.
+
+        Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row, and as
+        many slots as a step is expected to need, where that is known.
+        """
+        keys, tables, slots = self.keys, self.tables, list[int]()
+        hot = given_rows(keys.split, tables)
+        for members in group_tables(tables):
+            total = sum(hot[table] for table in members)
+            names = ", ".join(tables[table].name for table in members[:10])
+            if total == 0:
+                raise ConfigError(
+                    f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
+                    f"({names}), which have slots of their own: give them the rows of a step at "
+                    "least"
+                )
+            slots.append(-(-total // world_size) * world_size)
+            needed = 0.0
+            if statistics is not None:
+                needed = StepCurves.of(statistics, members, self.batch).expected
+            if needed > slots[-1]:
+                raise ConfigError(
+                    f"cache.split gives {slots[-1]} slots to the tables of {names}, but a step is "
+                    f"expected to need {needed:.0f} of their rows at once: give them more, or "
+                    "lower data.global_batch_size"
+                )
+        if keys.ratio is not None:
+            raise ConfigError(
+                f"cache.ratio={keys.ratio} and rows by table (cache.split) contradict each other: "
+                "leave cache.ratio out"
+            )
+        size = cache_bytes(slots, self.groups(world_size), self.itemsize)
+        for key, total in {"rows": sum(hot), "bytes": size}.items():
+            limit = getattr(keys, key)
+            if limit is not None and total > limit:
+                raise ConfigError(
+                    f"cache.split gives the tables {total} {key}, more than cache.{key}={limit}: "
+                    f"give fewer rows, or set cache.{key}={total} or more"
+                )
+        return SlotPlan(tuple(slots), tuple(hot))
+
+    def first_rows(
+        self, slots: Sequence[int], statistics: Statistics, pinned_at: int | None = None
     ) -> tuple[int, ...]:
-        """C of each group on one of so many ranks. Raises ConfigError as `plan_slots` does."""
-        widths = self.state_widths(tables, world_size)
-        budget = self.budget(world_size, expected)
-        return plan_slots(tables, widths, budget, self.keys.split, statistics).slots
+        """How many of each table's most frequent rows are among the likeliest of its group.
+
+        `slots`: C of each group, which has as many of these rows; `pinned_at`: no more than may
+        stay in the cache of so many ranks for good, where the remaining slots hold the other rows
+        of P + 1 steps at once.
+        """
+        found = dict[int, int]()
+        for members, count in zip(group_tables(self.tables), slots, strict=True):
+            step = StepCurves.of(statistics, members, self.batch)
+            if pinned_at is None:
+                rows = step.likeliest(count)
+            else:
+                rows = step.pinned(count, self.prefetch + 1, pinned_at)
+            found |= dict(zip(members, rows, strict=True))
+        return tuple(found[table] for table in range(len(self.tables)))
 
     def decide_slots(
-        self,
-        world: World,
-        tables: Sequence[TableSpec],
-        read: Callable[[], Statistics | None],
-        expected: tuple[float, ...] = (),
+        self, world: World, read: Callable[[], Statistics | None]
     ) -> tuple[tuple[int, ...], Popularity | None]:
         """C of each group, and the popularity of rows where `read` gives statistics of the tables.
 
         Called by all ranks; raises ConfigError on all of them.
         """
-        keys, widths = self.keys, self.state_widths(tables, world.size)
-        budget = self.budget(world.size, expected)
-        found: list[Statistics | None] = []
+        keys, found = self.keys, list[Statistics | None]()
         together(world, lambda: found.append(read()))
         statistics = found[0]
 
         def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
-            plan = plan_slots(tables, widths, budget, keys.split, statistics)
+            plan = self.plan(world.size, statistics)
             if statistics is None or self.policy.ranking != "static":
                 return plan, None
-            return plan, first_rows(tables, plan.slots, statistics, budget, self.prefetch + 1)
+            return plan, self.first_rows(plan.slots, statistics, world.size)
 
         plan, pinned = on_first(world, planned)
-        if world.is_first and budget.by_default and isinstance(keys.split, str):
+        if world.is_first and self._by_default and isinstance(keys.split, str):
             log.info(
                 "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least "
                 "32 MiB of them, or %g times what %d steps are expected to name where the batch is "
                 "known (cache.rows, cache.ratio or cache.bytes gives another size)",
                 listed(plan.slots),
                 MARGIN,
-                budget.steps,
+                self.prefetch + 2,
             )
         if statistics is None:
             return plan.slots, None
         if world.is_first:
-            report_slots(tables, widths, self.itemsize, plan, statistics)
+            self._report(plan, statistics, world.size)
         warm = keys.warm_start
         if warm == AUTO:
             warm = WARM_START if pinned is None else 1.0
         classes = self.policy.needs_popularity
         return plan.slots, Popularity(statistics, plan.hot_rows, float(warm), classes, pinned)
 
+    def _report(self, plan: SlotPlan, statistics: Statistics, world_size: int) -> None:
+        """Log each table's hot rows, the largest first."""
+        lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
+        sizes = [0] * len(self.tables)
+        for members, own in zip(group_tables(self.tables), self.groups(world_size), strict=True):
+            for place in members:
+                sizes[place] = cache_bytes([plan.hot_rows[place]], [own], self.itemsize)
+        for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+            table, hot = self.tables[place], plan.hot_rows[place]
+            named = Curve.of(statistics.tables[place]).top(hot)
+            lines.append(
+                f"{table.name:<24} {table.rows:>13,} {hot:>11,} {hot / table.rows:>7.2%} "
+                f"{named:>8.1%}  {describe_bytes(sizes[place])}"
+            )
+        log.info("the cache of %s slots by table:\n%s", listed(plan.slots), "\n".join(lines))
+
     def placement(
         self,
         world: World,
-        tables: Sequence[TableSpec],
-        known: Callable[[], Known],
+        slots: Sequence[int],
+        known: Callable[[], Statistics],
         measure: Callable[[], Cluster] | None = None,
     ) -> Placement:
         """How the rows lie over the ranks: called by all of them, decided by rank 0.
 
-        `known`: called by rank 0 alone; `measure`: by all, where seconds decide and no cluster is
-        described (None: then bytes decide). Raises ConfigError on all ranks for rows or tables that
-        there are not.
+        `slots`: C of each group; `known`: the use of rows before training, by statistics of the
+        tables, in order, or of the first batches alone, called by rank 0; `measure`: called by all,
+        where seconds decide and no cluster is described (None: then bytes decide). Raises
+        ConfigError on all ranks for rows or tables that there are not.
         """
         keys, found = self.keys, None
         # On one rank too, before any batch is read.
-        given_rows(keys.replicated_rows or {}, tables, "cache.replicated_rows")
+        given_rows(keys.replicated_rows or {}, self.tables, "cache.replicated_rows")
         if world.size == 1:
             return Placement()
         if keys.placement in (REPLICATED, SHARDED):
             return Placement(keys.placement, self.state)
         if keys.replicated_rows is None and keys.replicated_share is None:
             found = self._cluster(world, measure)
-        return on_first(world, lambda: self._decided(known(), found))
+        return on_first(world, lambda: self._decided(slots, known(), found))
 
-    def _decided(self, known: Known, cluster: Cluster | None) -> Placement:
+    def _decided(
+        self, slots: Sequence[int], known: Statistics, cluster: Cluster | None
+    ) -> Placement:
         """By prediction where there is a `cluster`, else as many rows as are given."""
-        keys, kind = self.keys, MIXED
+        keys, tables, kind = self.keys, self.tables, MIXED
         if cluster is not None:
-            best, why = self.choose(known, cluster)
+            best, why = self.choose(slots, known, cluster)
             kind, rows = best.placement, best.replicated_rows
             chosen = "" if keys.placement == kind else f" is {kind}"
             log.info("cache.placement=%s%s: %s", keys.placement, chosen, why)
-            counts = [rows.get(table.name, 0) for table in known.tables]
+            counts = [rows.get(table.name, 0) for table in tables]
         elif keys.replicated_rows is not None:
-            counts = given_rows(keys.replicated_rows, known.tables, "cache.replicated_rows")
+            counts = given_rows(keys.replicated_rows, tables, "cache.replicated_rows")
         else:
-            rows = max(1, round(keys.replicated_share * sum(t.rows for t in known.tables)))
-            counts = most_frequent(list(map(Curve.of, known.statistics.tables)), rows)
+            rows = max(1, round(keys.replicated_share * sum(t.rows for t in tables)))
+            counts = most_frequent(list(map(Curve.of, known.tables)), rows)
         return placed(self.state, kind, counts, known)
 
     def _cluster(self, world: World, measure: Callable[[], Cluster] | None) -> Cluster:
@@ -210,11 +303,13 @@ class CacheRequest:
 
         return on_first(world, described)
 
-    def choose(self, known: Known, cluster: Cluster) -> tuple[Prediction, str]:
+    def choose(
+        self, slots: Sequence[int], known: Statistics, cluster: Cluster
+    ) -> tuple[Prediction, str]:
         """The placement that the objective makes best, and why; of `mixed`, the best rows to
         replicate."""
         settings = Settings(
-            tuple(known.slots),
+            tuple(slots),
             self.state,
             self.window,
             self.prefetch,
@@ -234,21 +329,15 @@ class CacheRequest:
             )
         return best, f"the best rows to replicate, by {self.objective}"
 
-    def _demand(self, known: Known, cluster: Cluster) -> Demand:
+    def _demand(self, known: Statistics, cluster: Cluster) -> Demand:
         """What a step needs of each rank, from the statistics."""
-        tables, ranks = known.tables, cluster.ranks
-        sources = counted_sources(known.statistics, [table.dim for table in tables])
-        pairs = zip(sources, tables, strict=True)
-        named = [replace(own, name=of.name, stored=of.dtype) for own, of in pairs]
+        tables, ranks = self.tables, cluster.ranks
+        sources = counted_sources(known, tables)
         widths = [self.update.state_width(table.dim) for table in tables]
-        return demand_at(named, widths, self.batch / ranks, ranks, cluster.local_ranks)
+        return demand_at(sources, widths, self.batch / ranks, ranks, cluster.local_ranks)
 
     def of_all_homes(
-        self,
-        world: World,
-        tables: Sequence[TableSpec],
-        slots: Sequence[int],
-        popularity: Popularity | None,
+        self, world: World, slots: Sequence[int], popularity: Popularity | None
     ) -> Popularity | None:
         """`popularity` where rows lie at their homes alone: W ranks hold W times as many rows as
         one has slots. Rows that were given by table stay as they are.
@@ -257,21 +346,20 @@ class CacheRequest:
         """
         if popularity is None or not isinstance(self.keys.split, str) or world.size == 1:
             return popularity
-        budget = self.budget(world.size)
-        of = (tables, [count * world.size for count in slots], popularity.statistics, budget)
-        hot, pinned = on_first(world, lambda: first_rows(*of)), popularity.pinned_rows
+        of = ([count * world.size for count in slots], popularity.statistics)
+        hot, pinned = on_first(world, lambda: self.first_rows(*of)), popularity.pinned_rows
         if pinned is not None:
-            pinned = on_first(world, lambda: first_rows(*of, budget.steps - 1))
+            pinned = on_first(world, lambda: self.first_rows(*of, world.size))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
 
 
-def placed(state: str, kind: str, counts: Sequence[int], known: Known) -> Placement:
+def placed(state: str, kind: str, counts: Sequence[int], known: Statistics) -> Placement:
     """The placement with its hot rows: the most frequent `counts` of each table, then any."""
     if kind != MIXED:
         return Placement(kind, state)
     hot = []
-    for table, count in zip(known.statistics.tables, counts, strict=True):
-        ids = table.hottest(count).astype(np.int64)
+    for table, count in zip(known.tables, counts, strict=True):
+        ids = table.order[:count].astype(np.int64)
         if len(ids) < count:  # fewer were looked up: then others, from 0 on
             others = np.setdiff1d(np.arange(min(table.rows, count + len(ids))), ids)
             ids = np.concatenate((ids, others[: count - len(ids)]))

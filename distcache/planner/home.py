@@ -215,12 +215,20 @@ class Planner:
     What all kinds share: distinct rows, by an index of 8 bytes per local row.
     """
 
-    def __init__(self, layout: Layout, home: int, parts: Parts, own_slots: slice) -> None:
-        """`own_slots`: where this home's slots are among those of the device."""
+    def __init__(
+        self,
+        layout: Layout,
+        home: int,
+        parts: Parts,
+        own_slots: slice,
+        room: tuple[int, int, int] = (0, 2, 2),
+    ) -> None:
+        """`own_slots`: where this home's slots are among those of the device; `room`: for slots of
+        the largest part, steps and keys, see `loops.Home`."""
         self.layout, self.home, self.parts, self.own_slots = layout, home, parts, own_slots
         self.threads = ALONE
         """What runs the parts."""
-        self._home, self._sizes = _new_home(parts, 0), np.diff(parts.edges)
+        self._home, self._sizes = _new_home(parts, *room), np.diff(parts.edges)
         self._window: deque[Ingested] = deque()
         self._looks_ahead, self._planned = False, -1
         self._popularity: np.ndarray | None = None
@@ -324,8 +332,8 @@ class Planner:
         np.minimum(self._home.index[..., loops.NAMED], step, out=self._home.index[..., loops.NAMED])
 
 
-def _new_home(parts: Parts, slots: int, steps: int = 2, keys: int = 2) -> loops.Home:
-    """A home of which nothing is known; `slots`: of the largest part; see `loops.Home`."""
+def _new_home(parts: Parts, slots: int, steps: int, keys: int) -> loops.Home:
+    """A home of which nothing is known; see `Planner`."""
     count = parts.count
     index = np.full((count, parts.part_rows, 2), -1, np.int32)
     index[..., loops.HELD] = -loops.LEVELS
@@ -378,12 +386,12 @@ class HomePlanner(Planner):
         `parts`: None: as all homes of this size are."""
         first = home * slots if first_slot is None else first_slot
         parts = parts or Parts.of(slots, layout.most_rows)
-        super().__init__(layout, home, parts, slice(first, first + slots))
+        room = int(np.diff(parts.edges).max()), 64, 256
+        super().__init__(layout, home, parts, slice(first, first + slots), room)
         self._prefetch, self._looks_ahead = prefetch, policy.uses_window
         self._ranking, self._popularity = make_ranking(policy, slots, popularity), popularity
         self._own_slots = first + parts.edges[:-1]
-        known = _new_home(parts, int(self._sizes.max()), 64, 256)
-        held = known.index[..., loops.HELD]
+        held = self._home.index[..., loops.HELD]
         if popularity is not None and policy.ranking == "frequency":
             held += parts.spread(popularity)
         elif popularity is not None:
@@ -392,7 +400,7 @@ class HomePlanner(Planner):
             held[:] = PINNED - loops.LEVELS
         for local in resident_rows(policy, layout, home, slots):
             held[parts.parts_of(local)] = PINNED - loops.LEVELS
-        self._home, self._lowest, self._highest = known, 0, 0
+        self._lowest = self._highest = 0
         self._decided: HomeDecision | Exception | None = None
         self._past: deque[tuple[Ingested, np.ndarray, tuple]] = deque(maxlen=2 * prefetch + _AHEAD)
         self._hold(np.full(slots, -1, np.int64), -1)

@@ -80,11 +80,6 @@ def one_piece(count: int) -> np.ndarray:
     return np.array([[0], [count], [0], [rows], [count]])
 
 
-def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Without a copy where it is one."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.int32), *arrays])
-
-
 class RankPlanner:
     """Plans what one rank does for one group: `request` in stream order, then `assemble`.
 
@@ -206,7 +201,7 @@ class RankPlanner:
             leaf_rows = total + shard.rows
             asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
         joined = [part.slots for part in parts], [part.fetch for part in parts]
-        slots = np.ascontiguousarray(_concatenated(joined[0]), np.int32)
+        slots = np.ascontiguousarray(_joined(joined[0]), np.int32)
         fetch = np.ascontiguousarray(_joined(joined[1], base), np.int32)
         missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
         loops.mark(slots, fetch, missing, fetched)
@@ -223,7 +218,7 @@ class RankPlanner:
             touched_counts=tuple([len(part.reply) for part in parts]),
             slots=torch.from_numpy(slots),
             home_counts=home_counts,
-            source_rows=as_tensor(_concatenated(own.replies)),
+            source_rows=as_tensor(_joined(own.replies)),
             source_counts=tuple([len(reply) for reply in own.replies]),
             fetch=torch.from_numpy(fetch),
             fetch_slots=torch.from_numpy(fetched),
@@ -246,9 +241,11 @@ def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before
     return max(step - prefetch - 1, before, -1, *latest_uses)
 
 
-def _joined(parts: Sequence[np.ndarray], base: Sequence[int]) -> np.ndarray:
-    """The indices (int32) that each home counts from 0, counted from its `base`."""
+def _joined(parts: Sequence[np.ndarray], base: Sequence[int] | None = None) -> np.ndarray:
+    """The parts of all homes, without a copy where it is one; `base`: they are indices (int32) that
+    each home counts from 0, and are counted from its own."""
     if len(parts) == 1:
         return parts[0]
-    pairs = zip(parts, base, strict=False)
-    return np.concatenate([part + np.int32(start) for part, start in pairs])
+    if base is not None:
+        parts = [part + np.int32(start) for part, start in zip(parts, base, strict=False)]
+    return np.concatenate([np.empty(0, np.int32), *parts])

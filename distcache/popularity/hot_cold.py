@@ -18,8 +18,6 @@ from distcache.data.files import digest_of
 from distcache.data.samplers import (
     BatchSpans,
     BlockOrder,
-    ReadAhead,
-    SampleOrdering,
     SampleSpan,
     Subset,
     both,
@@ -55,7 +53,7 @@ class HotSet:
         self._offsets = np.concatenate(([0], np.cumsum((rows + 7) // 8 * 8)))
         self._bits = np.zeros(int(self._offsets[-1]) // 8, dtype=np.uint8)
         pairs = zip(statistics.tables, hot_rows, strict=True)
-        chosen = [table.hottest(count) for table, count in pairs]
+        chosen = [table.order[:count] for table, count in pairs]
         for table, start, ids in zip(statistics.tables, self._offsets[:-1], chosen, strict=True):
             mask = np.zeros(table.rows, dtype=bool)
             mask[ids] = True
@@ -180,23 +178,18 @@ class KindSamples:
     def __init__(self, source: SlicedSource, kind: str, chosen: Subset) -> None:
         self.chosen = chosen
         self.spans = BatchSpans(chosen.count, source.batch_size)
-        self.order: SampleOrdering = source.order_of(chosen, 1 if kind == HOT else 2)
-        self._ahead: ReadAhead | None = None
-        if isinstance(self.order, BlockOrder) and chosen.count:
+        self.order = source.order_of(chosen, 1 if kind == HOT else 2)
+        if isinstance(self.order, BlockOrder):
 
             def hint(start: int, stop: int) -> None:
                 first, last = chosen.at(np.array([start, stop - 1])).tolist()
                 source.will_need(first, last + 1)
 
-            self._ahead = ReadAhead(self.order, hint)
+            self.order.hint = hint
 
     def samples(self, span: SampleSpan, low: int, high: int) -> np.ndarray:
         """Samples [low, high) of the global batch `span`, int64."""
-        if self._ahead is not None:
-            self._ahead.reach(span.epoch, span.start, span.stop)
-        # Some orders sort a whole batch: slices are taken after that.
-        places = self.order.positions(span.epoch, span.start, span.stop)
-        return self.chosen.at(places[low:high])
+        return self.chosen.at(self.order.slice(span, low, high))
 
 
 class HotColdSource:

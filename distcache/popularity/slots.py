@@ -1,4 +1,4 @@
-"""From a budget and statistics to the slots of each group and the rows that they hold first."""
+"""How many slots each group of tables has, by size or by what a step needs of its rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from distcache.errors import ConfigError
-from distcache.layout import TableSpec, group_tables
+from distcache.layout import TableSpec
 from distcache.popularity.curve import Curve, room_for, room_of, top_rows
 from distcache.popularity.statistics import Statistics, TableCounts, fingerprint_of
-from distcache.store.memory import describe_bytes
 
 
 def listed(values: Sequence[int]) -> str:
@@ -165,17 +164,6 @@ def cache_slots(
     ]
 
 
-def group_sizes(
-    tables: Sequence[TableSpec], state_widths: Sequence[int], itemsize: int
-) -> list[tuple[int, int, int]]:
-    """(V, D, S) of each group, D and S as elements of `itemsize` bytes; `state_widths`: S of each
-    table's rows."""
-    return [
-        (sum(tables[t].rows for t in own), tables[own[0]].width(itemsize), state_widths[own[0]])
-        for own in group_tables(tables)
-    ]
-
-
 def cache_bytes(slots: Sequence[int], groups: Sequence[tuple[int, int, int]], itemsize: int) -> int:
     """Device bytes of one rank's slots of all groups, rows and optimizer state."""
     pairs = zip(slots, groups, strict=True)
@@ -250,142 +238,7 @@ def given_rows(
 
 
 # -----------------------------------------------------------------------------
-# From a budget, a split and statistics to each group's slots and each table's hot rows. Pure.
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What the slots of one rank may take: at most one of `rows`, `ratio` and `bytes`, as for
-    `cache_slots`; `itemsize`: bytes of an element; `world_size`: W; `batch`: samples of a step;
-    `steps`: whose rows are on the device at once, P + 2; `expected`: the distinct rows of each
-    group that those steps are expected to name, where their source knows (else empty)."""
-
-    rows: int | None
-    ratio: float | None
-    bytes: int | None
-    itemsize: int
-    world_size: int
-    batch: int = 1
-    steps: int = 3
-    expected: tuple[float, ...] = ()
-
-    @property
-    def by_default(self) -> bool:
-        """Whether none of the three sizes is given."""
-        return self.rows is None and self.ratio is None and self.bytes is None
-
-
-@dataclass(frozen=True)
-class SlotPlan:
-    """`slots`: C of each group; `hot_rows`: for each table, how many of its most frequent rows lie
-    in the cache first (0 where nothing says so)."""
-
-    slots: tuple[int, ...]
-    hot_rows: tuple[int, ...]
-
-
-def plan_slots(
-    tables: Sequence[TableSpec],
-    state_widths: Sequence[int],
-    budget: Budget,
-    split: str | Mapping[str, Any],
-    statistics: Statistics | None,
-) -> SlotPlan:
-    """Split `budget` over the groups and tables.
-
-    `state_widths`: S of each table's rows; `statistics`: of these tables, in order. `proportional`
-    gives each group slots by its rows, `by_curve` by `slots_by_curve`; the hot rows are the
-    likeliest of each group, as many as it has slots. A mapping gives the hot rows of each table,
-    and their group as many slots. Raises ConfigError where the split does not fit the tables or the
-    budget.
-    """
-    groups, world, item = group_tables(tables), budget.world_size, budget.itemsize
-    sizes = group_sizes(tables, state_widths, item)
-    if not isinstance(split, str):
-        return _as_given(tables, sizes, budget, split, statistics)
-    expected = budget.expected
-    if not expected and statistics is not None and budget.batch > 1 and budget.by_default:
-        samples = min(budget.batch * budget.steps, statistics.samples)
-        expected = [StepCurves.of(statistics, members, samples).expected for members in groups]
-    slots = cache_slots(budget.rows, budget.ratio, budget.bytes, sizes, item, world, expected)
-    if statistics is None:
-        return SlotPlan(tuple(slots), (0,) * len(tables))
-    if split == BY_CURVE:
-        steps = [StepCurves.of(statistics, members, budget.batch) for members in groups]
-        allowed = budget.bytes or cache_bytes(slots, sizes, item)
-        row_bytes = [(dim + state) * item for _, dim, state in sizes]
-        slots = slots_by_curve(steps, row_bytes, allowed, world)
-    return SlotPlan(tuple(slots), first_rows(tables, slots, statistics, budget))
-
-
-def _as_given(
-    tables: Sequence[TableSpec],
-    sizes: Sequence[tuple[int, int, int]],
-    budget: Budget,
-    split: Mapping[str, Any],
-    statistics: Statistics | None,
-) -> SlotPlan:
-    """The split of a user: slots for each table's rows, up to a multiple of W in each group.
-
-    Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row, and as many
-    slots as a step is expected to need, where that is known.
-    """
-    hot, slots, world = given_rows(split, tables), list[int](), budget.world_size
-    for members in group_tables(tables):
-        total = sum(hot[table] for table in members)
-        names = ", ".join(tables[table].name for table in members[:10])
-        if total == 0:
-            raise ConfigError(
-                f"cache.split gives no row to the tables of width {tables[members[0]].dim} "
-                f"({names}), which have slots of their own: give them the rows of a step at least"
-            )
-        slots.append(-(-total // world) * world)
-        needed = 0.0
-        if statistics is not None:
-            needed = StepCurves.of(statistics, members, budget.batch).expected
-        if needed > slots[-1]:
-            raise ConfigError(
-                f"cache.split gives {slots[-1]} slots to the tables of {names}, but a step is "
-                f"expected to need {needed:.0f} of their rows at once: give them more, or lower "
-                "data.global_batch_size"
-            )
-    if budget.ratio is not None:
-        raise ConfigError(
-            f"cache.ratio={budget.ratio} and rows by table (cache.split) contradict each other: "
-            "leave cache.ratio out"
-        )
-    taken = {"rows": sum(hot), "bytes": cache_bytes(slots, sizes, budget.itemsize)}
-    for key, total in taken.items():
-        limit = getattr(budget, key)
-        if limit is not None and total > limit:
-            raise ConfigError(
-                f"cache.split gives the tables {total} {key}, more than cache.{key}={limit}: "
-                f"give fewer rows, or set cache.{key}={total} or more"
-            )
-    return SlotPlan(tuple(slots), tuple(hot))
-
-
-def first_rows(
-    tables: Sequence[TableSpec],
-    slots: Sequence[int],
-    statistics: Statistics,
-    budget: Budget,
-    steps: int | None = None,
-) -> tuple[int, ...]:
-    """How many of each table's most frequent rows are among the likeliest of its group.
-
-    `slots`: C of each group, which has as many of these rows; `steps`: no more than may stay in the
-    cache for good, where the remaining slots hold the other rows of so many steps at once.
-    """
-    found = dict[int, int]()
-    for members, count in zip(group_tables(tables), slots, strict=True):
-        step = StepCurves.of(statistics, members, budget.batch)
-        if steps is None:
-            rows = step.likeliest(count)
-        else:
-            rows = step.pinned(count, steps, budget.world_size)
-        found |= dict(zip(members, rows, strict=True))
-    return tuple(found[table] for table in range(len(tables)))
+# Statistics of the tables of a model.
 
 
 def statistics_of(
@@ -419,24 +272,3 @@ def statistics_of(
             summed = np.sum([part.dense() for part in parts], axis=0)
             counts.append(TableCounts.of(table.name, summed))
     return replace(statistics, tables=tuple(counts))
-
-
-def report_slots(
-    tables: Sequence[TableSpec],
-    widths: Sequence[int],
-    itemsize: int,
-    plan: SlotPlan,
-    statistics: Statistics,
-) -> None:
-    """Log each table's hot rows, the largest first; `widths`: S of each table's rows."""
-    lines = [f"{'table':<24} {'rows':>13} {'hot rows':>11} {'share':>7} {'lookups':>8}  bytes"]
-    pairs = zip(plan.hot_rows, tables, widths, strict=True)
-    sizes = [hot * (table.width(itemsize) + state) * itemsize for hot, table, state in pairs]
-    for place in sorted(range(len(tables)), key=lambda place: -sizes[place]):
-        table, hot, counted = tables[place], plan.hot_rows[place], statistics.tables[place]
-        named = Curve.of(counted).top(hot)
-        lines.append(
-            f"{table.name:<24} {table.rows:>13,} {hot:>11,} {hot / table.rows:>7.2%} "
-            f"{named:>8.1%}  {describe_bytes(sizes[place])}"
-        )
-    log.info("the cache of %s slots by table:\n%s", listed(plan.slots), "\n".join(lines))

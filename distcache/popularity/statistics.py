@@ -97,10 +97,6 @@ class TableCounts:
         some = 1 + np.flatnonzero(few[1:])
         return np.concatenate((some, values))[::-1], np.concatenate((few[some], rows))[::-1]
 
-    def hottest(self, rows: int) -> np.ndarray:
-        """At most `rows` ids, the most frequent first; int64."""
-        return self.order[:rows]
-
 
 @dataclass(frozen=True)
 class Statistics:
@@ -238,7 +234,7 @@ def row_classes(
         levels = 1 + np.rint(_PER_OCTAVE * np.log2(counts[seen], dtype=np.float64))
         classes[seen] = np.minimum(levels, PINNED - 1)
         if hot_rows is not None:
-            classes[table.hottest(hot_rows[place])] = PINNED
+            classes[table.order[: hot_rows[place]]] = PINNED
         parts.append(classes)
     return np.concatenate(parts)
 
@@ -370,7 +366,7 @@ def hot_rows(
     rows, use = [], []
     for place, index in enumerate(tables):
         table = statistics.tables[index]
-        ids = table.hottest(counts[index])
+        ids = table.order[: counts[index]]
         rows.append(ids + int(layout.offsets[place]))
         use.append(table.dense()[ids])
     order = np.argsort(-np.concatenate(use), kind="stable")

@@ -220,7 +220,7 @@ def build_parallel(
     if placement.kind == SHARDED:
         homes = world.size
         if getattr(source, "hot", None) is None:  # the rows of hot batches stay as they are
-            popularity = request_of(config).of_all_homes(world, tables, slots, popularity)
+            popularity = request_of(config, tables).of_all_homes(world, slots, popularity)
     held = [count * homes for count in slots]  # rows that the devices hold together
     settings = CachedSettings(
         mode=config.parallel.mode,

@@ -25,7 +25,7 @@ from distcache.config.tree import CacheConfig, Config
 from distcache.cost.cluster import HOST, Cluster, Compute, Link
 from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.groups import Placement
-from distcache.engine.placing import CacheRequest, Known
+from distcache.engine.placing import CacheRequest
 from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec, group_tables
@@ -294,10 +294,13 @@ def resolve_prefetch(
 # From the config to the slots of each group, and what the cache takes from statistics.
 
 
-def request_of(config: Config, dense_parameters: int = 0) -> CacheRequest:
-    """What the keys of `config` ask of a cache."""
+def request_of(
+    config: Config, tables: Sequence[TableSpec], source: Any = None, dense_parameters: int = 0
+) -> CacheRequest:
+    """What the keys of `config` ask of a cache; `source`: of batches, which may know its rows."""
     cache = config.cache
     return CacheRequest(
+        tables,
         cache,
         row_update(config.optim.name, 0.0),
         config.data.global_batch_size,
@@ -306,6 +309,7 @@ def request_of(config: Config, dense_parameters: int = 0) -> CacheRequest:
         prefetch=prefetch_of(cache),
         objective=cache.objective,
         dense_parameters=dense_parameters,
+        expected=expected_rows(config, source, tables, prefetch_of(cache) + 2),
     )
 
 
@@ -316,16 +320,11 @@ def plan_cache(
 
     Called by all ranks; raises ConfigError on all of them.
     """
-    cache = config.cache
-    slots, popularity = request_of(config).decide_slots(
-        world,
-        tables,
-        lambda: read_checked(config, tables, source),
-        expected_rows(config, source, tables, prefetch_of(cache) + 2),
-    )
+    request = request_of(config, tables, source)
+    slots, popularity = request.decide_slots(world, lambda: read_checked(config, tables, source))
     hot: HotSet | None = getattr(source, "hot", None)
     if hot is not None and popularity is not None:  # the rows of hot batches stay for good
-        warm = 1.0 if cache.warm_start == AUTO else popularity.warm_start
+        warm = 1.0 if config.cache.warm_start == AUTO else popularity.warm_start
         rows = hot.hot_rows
         popularity = replace(popularity, hot_rows=rows, pinned_rows=rows, warm_start=warm)
     return slots, popularity
@@ -410,10 +409,10 @@ def resolve_placement(
         return Placement()
     tables, slots, statistics = known
 
-    def facts() -> Known:
+    def counted() -> Statistics:
         # The steps that are known when the first one is planned.
         steps, how = 1 + config.cache.lookahead + prefetch_of(config.cache), config.data.on_bad_id
-        return Known(tables, slots, statistics or read_window(source, tables, steps, how))
+        return statistics or read_window(source, tables, steps, how)
 
     def measured() -> Cluster:
         """The links and the speed of these ranks, timed; all of them call this. The model is timed
@@ -434,5 +433,6 @@ def resolve_placement(
             own = copy.deepcopy(model).to(world.device, torch.float32)
             return measure(world, widest, update, own, (batch, features, width))
 
-    request = request_of(config, sum(math.prod(p.shape) for p in model.parameters()))
-    return request.placement(world, tables, facts, measured)
+    parameters = sum(math.prod(p.shape) for p in model.parameters())
+    request = request_of(config, tables, dense_parameters=parameters)
+    return request.placement(world, slots, counted, measured)

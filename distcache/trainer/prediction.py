@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -18,18 +17,16 @@ from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
-from distcache.planner.victims import AUTO, WINDOWS, auto_lookahead
+from distcache.planner.victims import AUTO, WINDOWS, Policy, auto_lookahead
 from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
-from distcache.popularity.slots import BY_CURVE, PROPORTIONAL
+from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
 from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
 from distcache.trainer.plan_cache import (
-    expected_rows,
     ids_per_step,
     opens_window,
-    prefetch_of,
     request_of,
     resolve_prefetch,
 )
@@ -153,47 +150,56 @@ def count_source(
 # -----------------------------------------------------------------------------
 # What a run will measure, by replaying its ids through the planner that it runs.
 
+_INDEX_BYTES = 12
+"""Of a row of a home: 8 in its planner's index, and what a policy by statistics takes beside it."""
+
+
+def require_index(tables: Sequence[TableSpec], worlds: Sequence[int]) -> None:
+    """Raise MemoryTooSmallError where a replay on some of so many ranks lacks the memory: its
+    planners are made one after the other, each over all rows of a home."""
+    groups = [sum(tables[at].rows for at in members) for members in group_tables(tables)]
+    rows = -(-max(groups) // min(worlds))
+    what = f"a planner of a replay, whose home has {rows:,} rows"
+    way_out = "analyze where they fit, for more ranks (analyze.world_sizes), or smaller tables"
+    require_memory(_INDEX_BYTES * rows, what, way_out)
+
+
 _LATE = 4
 """The last one of so many parts of a replay stands for the steps after it."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes and slots of `tables` with the cache that is asked for; `statistics` of them share out
-    its slots where `cache.split=by_curve`."""
+    """Bytes and slots of the cache of a `request`; `statistics` of its tables share out its slots
+    where `cache.split=by_curve`."""
 
-    tables: Sequence[TableSpec]
     request: CacheRequest
     statistics: Statistics | None = None
 
     @property
     def members(self) -> list[list[int]]:
         """The tables of each group."""
-        return group_tables(self.tables)
+        return group_tables(self.request.tables)
 
     @property
     def rows(self) -> int:
         """V of all groups."""
-        return sum(table.rows for table in self.tables)
+        return sum(rows for rows, _, _ in self.request.groups(1))
 
     @property
     def row_bytes(self) -> list[int]:
         """Bytes of a row and its optimizer state, by group."""
-        return self._slot_bytes(1)
-
-    def _slot_bytes(self, world_size: int) -> list[int]:
-        """The same of a slot on one of so many ranks, which may have a share of the state."""
-        item, widths = self.request.itemsize, self.request.state_widths(self.tables, world_size)
-        return [(self.tables[at].width(item) + widths[at]) * item for at, *_ in self.members]
+        item = self.request.itemsize
+        return [(dim + state) * item for _, dim, state in self.request.groups(1)]
 
     @property
     def bytes(self) -> int:
         """Bytes of all rows."""
-        return self.bytes_of([sum(self.tables[at].rows for at in own) for own in self.members])
+        return self.bytes_of([rows for rows, _, _ in self.request.groups(1)])
 
     def bytes_of(self, slots: Sequence[int], world_size: int = 1) -> int:
         """Bytes of slots of each group on one of so many ranks."""
-        return sum(map(operator.mul, slots, self._slot_bytes(world_size)))
+        return cache_bytes(slots, self.request.groups(world_size), self.request.itemsize)
 
     def slots(self, size: float, world_size: int) -> tuple[int, ...]:
         """Slots per rank for a share of the rows (at most 1), or for rows; by rows where the split
@@ -203,9 +209,9 @@ class Sizes:
         if keys.split == BY_CURVE and self.statistics is not None:
             with suppress(ConfigError):
                 by_curve = replace(self.request, keys=keys)
-                return by_curve.slots(self.tables, world_size, self.statistics)
+                return by_curve.plan(world_size, self.statistics).slots
         plain = replace(self.request, keys=replace(keys, split=PROPORTIONAL))
-        return plain.slots(self.tables, world_size, None)
+        return plain.plan(world_size, None).slots
 
 
 def slots_of(
@@ -221,8 +227,7 @@ def slots_of(
     which may know its rows. Raises ConfigError for a split that training would refuse.
     """
     known = statistics if config.cache.split == BY_CURVE else None  # others do not go by it
-    expected = expected_rows(config, source, tables, prefetch_of(config.cache) + 2)
-    return request_of(config).slots(tables, world_size, known, expected)
+    return request_of(config, tables, source).plan(world_size, known).slots
 
 
 class RecordedRun:
@@ -316,5 +321,4 @@ def configured_case(
     if lookahead == AUTO:
         ids = ids_per_step(source, tables, batch, world_size)
         lookahead = auto_lookahead(ids, prefetch) if opens_window(config) else WINDOWS[0]
-    policy = request_of(config).policy
-    return Case(policy, tuple(slots), lookahead, prefetch, world_size)
+    return Case(Policy.of(cache), tuple(slots), lookahead, prefetch, world_size)

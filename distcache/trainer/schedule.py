@@ -248,7 +248,7 @@ def choose(
     groups, wanted = group_tables(tables), config.data.hot_rows
 
     def slots_of(ranks: int) -> tuple[int, ...]:
-        return request_of(config).slots(tables, ranks, statistics)
+        return request_of(config, tables).plan(ranks, statistics).slots
 
     if wanted == "auto":
         found = [0] * len(tables)  # the same at every number of ranks

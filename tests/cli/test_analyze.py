@@ -188,6 +188,9 @@ def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> No
     assert "output=" in said and "name another folder" in said
     monkeypatch.setattr(available, "available_memory", lambda: 100_000)
     said = refused(capsys, *SMALL, f"output={tmp_path}")
+    assert "a planner of a replay, whose home has 23,040 rows: needed 270.00 KiB" in said
+    assert "for more ranks (analyze.world_sizes)" in said
+    said = refused(capsys, *SMALL, "analyze.world_sizes=[4]", f"output={tmp_path}")
     assert "counts of all lookups" in said and "count where the tables fit" in said
 
 

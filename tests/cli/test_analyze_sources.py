@@ -66,7 +66,7 @@ def test_bytes_of_rows_whose_state_lies_at_home(tmp_path: Path) -> None:
     assert [case["slots"] for case in check(run, tmp_path, TWO)["cases"]] == [[2000], [3000]]
     config = configured(*NET, *run)
     tables = build_tables(config, build_source(config))
-    sizes = Sizes(tables, request_of(config))
+    sizes = Sizes(request_of(config, tables))
     for size, slots in ((1, (2000,)), (2, (3000,))):  # so the advised bytes give the advised rows
         cache = replace(config.cache, bytes=sizes.bytes_of(slots, size))
         assert slots_of(replace(config, cache=cache), tables, size, None) == slots

@@ -33,11 +33,11 @@ def test_mixed_lies_between_its_ends() -> None:
     step = demand(4), cluster(4), settings()
     none, everything = (predict(MIXED, *step, rows) for rows in ({}, ALL))
     sharded, replicated = (predict(kind, *step) for kind in (SHARDED, REPLICATED))
-    assert none.collective_bytes == sharded.collective_bytes
+    assert none.cost["bytes"] == sharded.cost["bytes"]
     assert none.time == sharded.time and none.device_bytes == sharded.device_bytes
-    assert everything.collective_bytes == pytest.approx(replicated.collective_bytes)
+    assert everything.cost["bytes"] == pytest.approx(replicated.cost["bytes"])
     assert everything.time.total == pytest.approx(replicated.time.total)
-    some = [predict(MIXED, *step, {"t_cat_0": k}).collective_bytes for k in (0, 10, 100, 1000)]
+    some = [predict(MIXED, *step, {"t_cat_0": k}).cost["bytes"] for k in (0, 10, 100, 1000)]
     assert some == sorted(some)
 
 
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_never_chosen() -> None:
 def test_hybrid_needs_the_tables_on_the_devices() -> None:
     found = predict(TABLE_WISE, demand(2), cluster(2), settings())
     shard = max(ROWS) * (DIM + STATE) * 4  # the largest table alone fills one rank
-    assert found.device_bytes == pytest.approx(shard + 2 * found.collective_bytes * 4 / 3)
+    assert found.device_bytes == pytest.approx(shard + 2 * found.cost["bytes"] * 4 / 3)
     assert found.hits is None and found.traffic.host_in == 0
     tight = cluster(2, device_memory=shard)
     assert predict(TABLE_WISE, demand(2), tight, settings()).refused is not None
@@ -86,7 +86,7 @@ def test_state_at_home_sends_no_state_and_holds_it_once() -> None:
     )
     fetched = everywhere.hits.fetched
     fills = 3 / 4 * fetched * STATE * 4
-    assert everywhere.collective_bytes - at_home.collective_bytes == pytest.approx(fills)
+    assert everywhere.cost["bytes"] - at_home.cost["bytes"] == pytest.approx(fills)
     saved = 2000 * STATE * 4 * 3 / 4
     assert everywhere.device_bytes - at_home.device_bytes == pytest.approx(saved)
     assert everywhere.traffic.host_in == at_home.traffic.host_in > 0

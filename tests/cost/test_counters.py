@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cost_cases import specs
 from scenarios import count_steps
 from source_runs import NET, configured, summaries
 
@@ -45,10 +45,10 @@ def test_bytes_are_those_of_runs(world: int, nodes: int, tmp_path: Path) -> None
     there = Cluster(world, link, link, link, nodes)
     settings = Settings((800,), window=4, prefetch=1, steps=STEPS, dense_parameters=DENSE)
     source = build_source(configured("trainer.device=cpu", *RUN, size))
-    counted = counted_sources(count_steps(source, range(STEPS)), [4] * 3)
-    counted = [replace(own, name=f"t_cat_{place}") for place, own in enumerate(counted)]
-    law = zipf_sources(ROWS, [4] * 3, [1.0] * 3, [1.05] * 3)
-    demands = [demand_at(tables, [4] * 3, BATCH, world, local) for tables in (law, counted)]
+    tables = specs(ROWS, [4] * 3)
+    counted = counted_sources(count_steps(source, range(STEPS)), tables)
+    law = zipf_sources(tables, [1.0] * 3, [1.05] * 3)
+    demands = [demand_at(own, [4] * 3, BATCH, world, local) for own in (law, counted)]
     runs = [(*RUN, size, *layout) for layout in LAYOUTS.values()]
     each = None if nodes == 1 else (local,) * nodes
     for layout, run in zip(LAYOUTS, summaries(runs, tmp_path, world, 240, each), strict=True):
@@ -58,7 +58,7 @@ def test_bytes_are_those_of_runs(world: int, nodes: int, tmp_path: Path) -> None
         for demand in demands:
             found = predict(layout, demand, there, settings, PREFIXES)
             sent = per_step["collective_bytes"]
-            assert found.collective_bytes == pytest.approx(sent, rel=tolerance)
+            assert found.cost["bytes"] == pytest.approx(sent, rel=tolerance)
             dense = found.traffic.dense_bytes
             assert dense == pytest.approx(per_step["dense_collective_bytes"], abs=1)
             if found.hits is not None:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from cost_cases import cluster, counted, demand, draw, layout, settings
+from cost_cases import cluster, counted, demand, draw, layout, settings, specs
 from simulator import record_ids
 
 from distcache.cost import traffic as module
@@ -125,7 +125,7 @@ def test_a_few_steps_are_enough_to_choose() -> None:
 
 
 def test_tables_of_one_width_are_a_group() -> None:
-    tables = zipf_sources([100, 200, 300], [8, 4, 8], [1, 1, 1], [1.0] * 3)
+    tables = zipf_sources(specs([100, 200, 300], [8, 4, 8]), [1, 1, 1], [1.0] * 3)
     found = demand_at(tables, [16, 4, 16], 10, 2)
     assert [(g.dim, g.state_width, g.rows) for g in found.groups] == [(8, 16, 400), (4, 4, 200)]
 

@@ -32,9 +32,9 @@ from distcache.data.parquet import hashed, hexadecimal
 from distcache.data.samplers import (
     BatchSpans,
     BlockOrder,
-    ReadAhead,
     RowGroupOrder,
     SampleOrder,
+    SampleSpan,
     Subset,
     both,
     hash_counters,
@@ -227,13 +227,13 @@ def touched(spans: list[tuple[int, int]], samples: int) -> np.ndarray:
 @pytest.mark.parametrize("batch", [1, 7, 48, 300])
 def test_all_that_a_batch_touches_was_hinted_once(samples, batch):
     order, spans = BlockOrder(samples, 5, 16), []
-    ahead = ReadAhead(order, lambda *span: spans.append(span))
+    order.hint = lambda *span: spans.append(span)
     for epoch in range(3):
         spans.clear()
         for start in range(0, samples, batch):
             stop, before = min(start + batch, samples), len(spans)
-            ahead.reach(epoch, start, stop)
-            missed = touched(spans, samples)[order.positions(epoch, start, stop)] == 0
+            read = order.slice(SampleSpan(epoch, start, stop), 0, stop - start)
+            missed = touched(spans, samples)[read] == 0
             assert missed.sum() <= samples % 16  # less than a block of them is in no block
             new = sum(stop - start for start, stop in spans[before:])
             assert start == 0 or new <= stop - start + 16
@@ -243,10 +243,10 @@ def test_all_that_a_batch_touches_was_hinted_once(samples, batch):
 
 def test_hints_of_an_epoch_taken_up_in_its_middle():
     order, spans = BlockOrder(1000, 5, 16), []
-    ahead = ReadAhead(order, lambda *span: spans.append(span))
+    order.hint = lambda *span: spans.append(span)
     for epoch, start in ((2, 500), (2, 510), (0, 200), (0, 900), (0, 100)):
-        ahead.reach(epoch, start, start + 10)
-        assert touched(spans, 1000)[order.positions(epoch, start, start + 10)].all()
+        read = order.slice(SampleSpan(epoch, start, start + 10), 0, 10)
+        assert touched(spans, 1000)[read].all()
     assert sum(stop - start for start, stop in spans) < 5 * 3 * 64
 
 

@@ -19,7 +19,6 @@ from toy_parallel import toy_config
 from distcache.comm.world import close_world, open_world
 from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
-from distcache.engine.placing import Known
 from distcache.errors import ConfigError, DataError
 from distcache.fitting import OwnSource
 from distcache.trainer.build import build_source, build_tables
@@ -83,7 +82,7 @@ def test_every_placement_trains_to_the_same_bits(tmp_path) -> None:
 )
 def test_where_the_state_lies_follows_the_optimizer(optimizer, given, reduction, state) -> None:
     keys = {"optim__name": optimizer, "cache__state": given, "cache__reduction": reduction}
-    assert request_of(toy_config(**keys)).state == state
+    assert request_of(toy_config(**keys), ()).state == state
 
 
 class Shifted:
@@ -139,7 +138,7 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
     ]
     first, second = run_ranks(resolved, 2, [f"cache.placement=mixed cache.{key}" for key in keys])
     _, source, tables = parts()
-    hottest = read_window(source, tables, 10).tables[0].hottest(6).tolist()
+    hottest = read_window(source, tables, 10).tables[0].order[:6].tolist()
     assert first[0] == second[0] == ("mixed", [sorted(hottest), [], []])
     assert first[1] == second[1] and sum(map(len, first[1][1])) == 8
     assert first[2][1] == [[], [], list(range(30))]  # all rows, whether they were seen or not
@@ -151,8 +150,8 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
 @pytest.mark.parametrize(("slots", "warned"), [((174, 86), False), ((12, 6), True)])
 def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, caplog) -> None:
     config, source, tables = parts("cache.placement=mixed", "cache.state=home")
-    facts = Known(tables, slots, read_window(source, tables, 4))
-    best, _ = request_of(config).choose(facts, Cluster(2, Link(1e9), Link(1e9)))
+    counted = read_window(source, tables, 4)
+    best, _ = request_of(config, tables).choose(slots, counted, Cluster(2, Link(1e9), Link(1e9)))
     assert best.placement == "mixed"
     assert bool(best.refused) == warned
     assert ("cache.placement=sharded has all slots" in caplog.text) == warned
