@@ -75,18 +75,6 @@ class CompareConfig(Config):
     output: str = option("", "folder of the runs, logs, table and plots; empty: compare/<time>")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A mode's overrides: frequent metrics and no checkpoint, unless the user says otherwise.
-
-    `refusal`: why its configuration was refused, so that it does not run.
-    """
-
-    mode: str
-    arguments: tuple[str, ...]
-    refusal: str | None = None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a comparison by the command line; 0, or 1 if a mode failed."""
     said = "interrupted; the run that was going on has been stopped"
@@ -99,10 +87,10 @@ def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
     jobs, out = prepare(line), output_folder(line.values.output, "compare/")
     out.mkdir(parents=True, exist_ok=True)
     runs = [
-        run_mode(line.values, out, job, repeat)
+        run_mode(line.values, out, mode, job, repeat)
         for repeat in range(line.values.repeats)
-        for job in jobs
-        if repeat == 0 or job.refusal is None
+        for mode, job in jobs.items()
+        if repeat == 0 or not isinstance(job, ConfigError)
     ]
     write_files(out, runs, shlex.join(command))
     sys.stdout.write(f"\n{markdown(runs)}\n")
@@ -129,10 +117,10 @@ def check_line(line: Line[CompareConfig]) -> None:
     refuse_if(not own.modes, "modes is empty: name at least one")
 
 
-def prepare(line: Line[CompareConfig]) -> list[Job]:
-    """Compose and check every mode's configuration; ConfigError if all are refused."""
-    own = line.values
-    jobs, errors = [], []
+def prepare(line: Line[CompareConfig]) -> dict[str, list[str] | ConfigError]:
+    """The overrides of every mode, with frequent metrics and no checkpoint unless the user says
+    otherwise, or why its configuration is refused; ConfigError if all are."""
+    own, jobs = line.values, dict[str, list[str] | ConfigError]()
     for mode in own.modes:
         arguments = []
         for text in line.overrides:  # but those of keys that only other layouts asked for take
@@ -146,23 +134,25 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
             steps = checked_config(compose_overrides(arguments)).trainer.steps
             if steps is not None and "trainer.log_every" not in line.given:
                 arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
-            jobs.append(Job(mode, tuple(arguments)))
+            jobs[mode] = arguments
         except ConfigError as error:
-            jobs.append(Job(mode, tuple(arguments), refusal=str(error)))
-            errors.append(error)
+            jobs[mode] = error
+    errors = [job for job in jobs.values() if isinstance(job, ConfigError)]
     if len(errors) == len(jobs):
         raise errors[0]
     return jobs
 
 
-def run_mode(own: CompareConfig, out: Path, job: Job, repeat: int) -> ModeRun:
+def run_mode(
+    own: CompareConfig, out: Path, mode: str, job: list[str] | ConfigError, repeat: int
+) -> ModeRun:
     """Train one mode in fresh processes and read what it left; a failure is part of the result."""
-    mode, ranks = job.mode, own.world_size
+    ranks = own.world_size
     name = mode if own.repeats == 1 else f"{mode}-{repeat + 1}"
     folder, log_file = out / name, out / f"{name}.log"
-    if job.refusal is not None:
-        return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=job.refusal)
-    arguments = [*job.arguments, override("run.dir", folder)]
+    if isinstance(job, ConfigError):
+        return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=str(job))
+    arguments = [*job, override("run.dir", folder)]
     started = time.monotonic()
     log.info("%s: %d rank(s), log in %s", name, ranks, log_file)
 
