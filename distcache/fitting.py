@@ -488,7 +488,7 @@ def _compared(config: Config, tables: Sequence[TableSpec], model: nn.Module) -> 
 def _join(config: Config) -> World:
     """The world of a process that has one or of torchrun's environment."""
     trainer = config.trainer
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return open_world(trainer.device, trainer.backend, trainer.timeout_s)
     device = torch.device("cpu")
     if trainer.device != "cpu" and torch.cuda.is_available():

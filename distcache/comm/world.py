@@ -333,15 +333,10 @@ def close_world(world: World, orderly: bool = True) -> None:
 # own, so that its collectives never meet those of the loop (DDP's, for one).
 
 
-def has_group() -> bool:
-    """Whether torch.distributed is initialised."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def require_group(use: str) -> None:
     """Raise ConfigError where this is one of several ranks without an initialised process group."""
     size = whole_number("WORLD_SIZE", 1)
-    if size > 1 and not has_group():
+    if size > 1 and not dist.is_initialized():
         raise ConfigError(
             f"WORLD_SIZE={size}, but torch.distributed is not initialised, so the ranks' weights "
             f"would drift apart: call torch.distributed.init_process_group before {use}, or unset "
@@ -359,7 +354,7 @@ def current_world(
     `device` is one, else by gloo. Raises ConfigError where the local ranks of a node (those of
     one host name) are not numbered in a row.
     """
-    if not has_group():
+    if not dist.is_initialized():
         if process_group is not None:
             raise ConfigError("process_group was given, but torch.distributed is not initialised")
         groups = dict.fromkeys(("device_group", "host_group", "planning_group"))
