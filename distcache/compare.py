@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import shlex
 import statistics
 import sys
@@ -48,9 +47,6 @@ VARIANTS = {
     },
 }
 """The overrides of each name of `modes=`: a mode, or a mode with one of its layouts."""
-
-_STEP = re.compile(r"\bstep [\d,]+(/[\d,]+)?  ")
-"""What a line of progress begins with, after the time."""
 
 ONLY_OF = {key: rule["only"] for key, rule in _RULES.items() if rule.get("by") == "placement"}
 """Keys that only these layouts take; others beside them do without."""
@@ -157,10 +153,8 @@ def run_mode(
     log.info("%s: %d rank(s), log in %s", name, ranks, log_file)
 
     def tell() -> None:
-        # The last line that tells of a step, or else the last with anything in it.
-        lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-        last = ([line for line in lines if _STEP.search(line)] or lines or ["no output yet"])[-1]
-        log.info("%s: %.0f s, %s", name, time.monotonic() - started, last.strip())
+        said = log_file.read_text(errors="replace").strip() or "no output yet"
+        log.info("%s: %.0f s, %s", name, time.monotonic() - started, said.splitlines()[-1])
 
     code = run_job(train_command(ranks, arguments), ranks, log_file, on_wait=tell)
     run = read_run(mode, name, folder, code, time.monotonic() - started, log_file)
