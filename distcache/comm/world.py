@@ -150,10 +150,10 @@ class World:
     device: torch.device
     backend: str
     timeout_s: float
-    device_group: dist.ProcessGroup | None
-    host_group: dist.ProcessGroup | None
-    planning_group: dist.ProcessGroup | None
     store: dist.Store
+    device_group: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
+    planning_group: dist.ProcessGroup | None = None
     node_sizes: tuple[int, ...] = ()
     node_group: dist.ProcessGroup | None = None
     is_guest: bool = False
@@ -357,9 +357,7 @@ def current_world(
     if not dist.is_initialized():
         if process_group is not None:
             raise ConfigError("process_group was given, but torch.distributed is not initialised")
-        groups = dict.fromkeys(("device_group", "host_group", "planning_group"))
-        store = dist.HashStore()
-        return World(0, 1, 0, 1, device, "none", timeout_s, **groups, store=store, is_guest=True)
+        return World(0, 1, 0, 1, device, "none", timeout_s, dist.HashStore(), is_guest=True)
     ranks = dist.get_process_group_ranks(process_group)
     rank, size = dist.get_rank(process_group), len(ranks)
     nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()

@@ -88,9 +88,10 @@ class Membership:
                 gc.collect()  # those that nobody holds any more are gone on all ranks alike
             for own in list(_waiting):
                 member = own()
-                if member is None or not member._is_without_rows:
-                    _waiting.remove(own)
-                if member is not None and member._can_join:
+                if member is not None and member._is_without_rows:
+                    continue  # it may have some later
+                _waiting.remove(own)
+                if member is not None and not (member._closed or member.made):
                     member._join()
         elif self.made and self._alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
@@ -127,10 +128,6 @@ class Membership:
     def _is_without_rows(self) -> bool:
         """Whether there are no tables to make: none at all, or none yet, on 'meta'."""
         return self.recipe.device.type == "meta" or not self.recipe.lookups.specs
-
-    @property
-    def _can_join(self) -> bool:
-        return not (self._closed or self.made or self._is_without_rows)
 
     def _join(self) -> None:
         """Make the tables; by all ranks of the group."""

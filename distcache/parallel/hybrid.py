@@ -315,11 +315,7 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
         )
         for table in spec.tables
     ]
-    ebc = EmbeddingBagCollection(
-        tables=tables,
-        is_weighted=spec.weighted,
-        device=torch.device("meta"),
-    )
+    ebc = EmbeddingBagCollection(tables, spec.weighted, torch.device("meta"))
     # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
     own: Any = spec.optimizer
     options = {"lr": 0.0}
