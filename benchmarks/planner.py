@@ -294,9 +294,10 @@ class Finding(Timed):
         """See `Contender.prepare`."""
         while len(self._ready) < steps:
             bags = group_bags(self._group, next(self._feed).ids, torch.float32)
+            rows = bags.ids.copy()
             for start, stop, first in bags.pieces[:3].T:
-                bags.ids[start:stop] += first
-            self._ready.append(bags.ids)
+                rows[start:stop] += first
+            self._ready.append(rows)
 
     def work(self) -> int:
         """Find those of the next batch."""

@@ -207,7 +207,6 @@ def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> No
         ("analyze.hit_rate=1", "analyze.hit_rate: no such key: did you mean analyze.target"),
         ("run.dir=here", "run.dir: nothing is trained"),
         ("parallel=host", "parallel: nothing is trained"),
-        ("--simulate", "--simulate: write simulate=..."),
         ("analyze.output=x", "analyze.output: no such key: did you mean output?"),
         ("analyze.replay=many", "analyze.replay=many: give a whole number"),
         ("data.nonsense=1", "nonsense"),

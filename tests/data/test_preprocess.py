@@ -216,7 +216,6 @@ def test_the_command_line(capsys):
             settings("input=a", *hashed, f"rows={rows}")
     for typed, hint in (
         ("min_cuont=1", "min_cuont: no such key: did you mean min_count?"),
-        ("--min-count=1", "--min-count=1: write min_count=..."),
         ("outptu=c", "outptu: no such key: did you mean output?"),
         ("output=", "output is not set: give output=<folder>"),
     ):

@@ -20,7 +20,6 @@ from benchmarks.kernels import KernelOptions
 from benchmarks.options import parse
 from benchmarks.rows import RowsOptions
 from benchmarks.step import StepOptions, compose
-from distcache.comm.rendezvous import Place
 from launch import pick
 from launch.pick import InstallError, State, Target, Torch
 
@@ -172,7 +171,7 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
         given, more = parse(options[name], arguments)
         assert given.device == "cuda" and given.out == f"{tmp_path}/{part}.md"
         if name == "step":
-            config = compose(given, ["trainer.device=cpu", *more], Place())
+            config = compose(given, ["trainer.device=cpu", *more])
             assert config.data.global_batch_size == given.batch
     assert len(parts) > 5
     says = "steps is no part: choose among tests kernels"
