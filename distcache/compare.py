@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import shlex
 import statistics
 import sys
@@ -49,9 +48,6 @@ VARIANTS = {
 }
 """The overrides of each name of `modes=`: a mode, or a mode with one of its layouts."""
 
-_STEP = re.compile(r"\bstep [\d,]+(/[\d,]+)?  ")
-"""What a line of progress begins with, after the time."""
-
 ONLY_OF = {key: rule["only"] for key, rule in _RULES.items() if rule.get("by") == "placement"}
 """Keys that only these layouts take; others beside them do without."""
 
@@ -75,18 +71,6 @@ class CompareConfig(Config):
     output: str = option("", "folder of the runs, logs, table and plots; empty: compare/<time>")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A mode's overrides: frequent metrics and no checkpoint, unless the user says otherwise.
-
-    `refusal`: why its configuration was refused, so that it does not run.
-    """
-
-    mode: str
-    arguments: tuple[str, ...]
-    refusal: str | None = None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a comparison by the command line; 0, or 1 if a mode failed."""
     said = "interrupted; the run that was going on has been stopped"
@@ -99,10 +83,10 @@ def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
     jobs, out = prepare(line), output_folder(line.values.output, "compare/")
     out.mkdir(parents=True, exist_ok=True)
     runs = [
-        run_mode(line.values, out, job, repeat)
+        run_mode(line.values, out, mode, job, repeat)
         for repeat in range(line.values.repeats)
-        for job in jobs
-        if repeat == 0 or job.refusal is None
+        for mode, job in jobs.items()
+        if repeat == 0 or not isinstance(job, ConfigError)
     ]
     write_files(out, runs, shlex.join(command))
     sys.stdout.write(f"\n{markdown(runs)}\n")
@@ -129,10 +113,10 @@ def check_line(line: Line[CompareConfig]) -> None:
     refuse_if(not own.modes, "modes is empty: name at least one")
 
 
-def prepare(line: Line[CompareConfig]) -> list[Job]:
-    """Compose and check every mode's configuration; ConfigError if all are refused."""
-    own = line.values
-    jobs, errors = [], []
+def prepare(line: Line[CompareConfig]) -> dict[str, list[str] | ConfigError]:
+    """The overrides of every mode, with frequent metrics and no checkpoint unless the user says
+    otherwise, or why its configuration is refused; ConfigError if all are."""
+    own, jobs = line.values, dict[str, list[str] | ConfigError]()
     for mode in own.modes:
         arguments = []
         for text in line.overrides:  # but those of keys that only other layouts asked for take
@@ -146,31 +130,31 @@ def prepare(line: Line[CompareConfig]) -> list[Job]:
             steps = checked_config(compose_overrides(arguments)).trainer.steps
             if steps is not None and "trainer.log_every" not in line.given:
                 arguments.append(f"trainer.log_every={max(1, steps // WINDOWS)}")
-            jobs.append(Job(mode, tuple(arguments)))
+            jobs[mode] = arguments
         except ConfigError as error:
-            jobs.append(Job(mode, tuple(arguments), refusal=str(error)))
-            errors.append(error)
+            jobs[mode] = error
+    errors = [job for job in jobs.values() if isinstance(job, ConfigError)]
     if len(errors) == len(jobs):
         raise errors[0]
     return jobs
 
 
-def run_mode(own: CompareConfig, out: Path, job: Job, repeat: int) -> ModeRun:
+def run_mode(
+    own: CompareConfig, out: Path, mode: str, job: list[str] | ConfigError, repeat: int
+) -> ModeRun:
     """Train one mode in fresh processes and read what it left; a failure is part of the result."""
-    mode, ranks = job.mode, own.world_size
+    ranks = own.world_size
     name = mode if own.repeats == 1 else f"{mode}-{repeat + 1}"
     folder, log_file = out / name, out / f"{name}.log"
-    if job.refusal is not None:
-        return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=job.refusal)
-    arguments = [*job.arguments, override("run.dir", folder)]
+    if isinstance(job, ConfigError):
+        return ModeRun(mode, name, folder, exit_code=None, seconds=0.0, error=str(job))
+    arguments = [*job, override("run.dir", folder)]
     started = time.monotonic()
     log.info("%s: %d rank(s), log in %s", name, ranks, log_file)
 
     def tell() -> None:
-        # The last line that tells of a step, or else the last with anything in it.
-        lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-        last = ([line for line in lines if _STEP.search(line)] or lines or ["no output yet"])[-1]
-        log.info("%s: %.0f s, %s", name, time.monotonic() - started, last.strip())
+        said = log_file.read_text(errors="replace").strip() or "no output yet"
+        log.info("%s: %.0f s, %s", name, time.monotonic() - started, said.splitlines()[-1])
 
     code = run_job(train_command(ranks, arguments), ranks, log_file, on_wait=tell)
     run = read_run(mode, name, folder, code, time.monotonic() - started, log_file)

@@ -23,7 +23,7 @@ from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchCheck
 from distcache.data.own import Draws, OwnBatches, digest_of, eval_batches, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.layout import TableSpec, stored_dtype
+from distcache.layout import TableSpec
 from distcache.train import is_restart, needs_shared_folder, open_run_folder
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import Start, TrainerState, check_run_folder
@@ -299,11 +299,7 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
     found = list[TableSpec]()
     for table in tables:
         if not isinstance(table, TableSpec):
-            pooling = getattr(table.pooling, "name", table.pooling)
-            features = tuple(table.feature_names)
-            rows, dim = table.num_embeddings, table.embedding_dim
-            dtype = stored_dtype(getattr(table, "data_type", None))
-            table = TableSpec(table.name, rows, dim, features, str(pooling).lower(), dtype)
+            table = TableSpec.of_config(table)
         twice = table.name in [own.name for own in found]
         refuse_if(twice, f"two tables are named {table.name!r}: give each a name of its own")
         found.append(table)
@@ -485,7 +481,7 @@ def _compared(config: Config, tables: Sequence[TableSpec], model: nn.Module) -> 
 def _join(config: Config) -> World:
     """The world of a process that has one or of torchrun's environment."""
     trainer = config.trainer
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return open_world(trainer.device, trainer.backend, trainer.timeout_s)
     device = torch.device("cpu")
     if trainer.device != "cpu" and torch.cuda.is_available():

@@ -65,6 +65,19 @@ class TableSpec:
                 "None, the dtype in which rows are updated"
             )
 
+    @classmethod
+    def of_config(cls, config: Any) -> TableSpec:
+        """The table of a config with TorchRec's attributes; one that is not pooled has "sum"."""
+        pooling = getattr(config, "pooling", None) or "sum"
+        return cls(
+            config.name,
+            config.num_embeddings,
+            config.embedding_dim,
+            tuple(config.feature_names),
+            str(getattr(pooling, "name", pooling)).lower(),
+            stored_dtype(getattr(config, "data_type", None)),
+        )
+
     def width(self, itemsize: int) -> int:
         """How many elements of `itemsize` bytes take as much as the weights of a row."""
         own = itemsize if self.dtype is None else self.dtype.itemsize

@@ -150,10 +150,10 @@ class World:
     device: torch.device
     backend: str
     timeout_s: float
-    device_group: dist.ProcessGroup | None
-    host_group: dist.ProcessGroup | None
-    planning_group: dist.ProcessGroup | None
     store: dist.Store
+    device_group: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
+    planning_group: dist.ProcessGroup | None = None
     node_sizes: tuple[int, ...] = ()
     node_group: dist.ProcessGroup | None = None
     is_guest: bool = False
@@ -333,15 +333,10 @@ def close_world(world: World, orderly: bool = True) -> None:
 # own, so that its collectives never meet those of the loop (DDP's, for one).
 
 
-def has_group() -> bool:
-    """Whether torch.distributed is initialised."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def require_group(use: str) -> None:
     """Raise ConfigError where this is one of several ranks without an initialised process group."""
     size = whole_number("WORLD_SIZE", 1)
-    if size > 1 and not has_group():
+    if size > 1 and not dist.is_initialized():
         raise ConfigError(
             f"WORLD_SIZE={size}, but torch.distributed is not initialised, so the ranks' weights "
             f"would drift apart: call torch.distributed.init_process_group before {use}, or unset "
@@ -359,12 +354,10 @@ def current_world(
     `device` is one, else by gloo. Raises ConfigError where the local ranks of a node (those of
     one host name) are not numbered in a row.
     """
-    if not has_group():
+    if not dist.is_initialized():
         if process_group is not None:
             raise ConfigError("process_group was given, but torch.distributed is not initialised")
-        groups = dict.fromkeys(("device_group", "host_group", "planning_group"))
-        store = dist.HashStore()
-        return World(0, 1, 0, 1, device, "none", timeout_s, **groups, store=store, is_guest=True)
+        return World(0, 1, 0, 1, device, "none", timeout_s, dist.HashStore(), is_guest=True)
     ranks = dist.get_process_group_ranks(process_group)
     rank, size = dist.get_rank(process_group), len(ranks)
     nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()

@@ -101,6 +101,8 @@ class CachedCollection(nn.Module):
         self.optimizer = RowOptimizer(self._member)
         self._frozen = set[str]()
         self._views: tuple[Mapping[str, Tensor], nn.ModuleDict] | None = None
+        self._dtype = chosen.dtype
+        """That in which embeddings come out."""
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
         self.trainable = nn.Parameter(torch.empty(0, device=where))
@@ -124,11 +126,6 @@ class CachedCollection(nn.Module):
     def device(self) -> torch.device:
         """Where the cache lies and the embeddings come out."""
         return self._member.recipe.device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """That in which embeddings come out."""
-        return self._recipe.settings.dtype
 
     def fused_optimizer(self) -> RowOptimizer:
         """The optimizer, by the name that it has in TorchRec's fused collections."""

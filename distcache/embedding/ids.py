@@ -15,14 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from distcache.data.batch import Batch, JaggedIds
-from distcache.embedding.theirs import (
-    BaseEmbeddingConfig,
-    EmbeddingBagConfig,
-    KeyedJaggedTensor,
-    PoolingType,
-)
+from distcache.embedding.theirs import BaseEmbeddingConfig, KeyedJaggedTensor
 from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec, stored_dtype
+from distcache.layout import TableSpec
 
 S = TypeVar("S")
 
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
 
 # -----------------------------------------------------------------------------
 # From table configs, TorchRec's or a module's, to tables, feature names and initial weights.
-
-_POOLING = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean", "mean": "mean"}
 
 
 @dataclass(frozen=True)
@@ -61,17 +54,7 @@ def lookups_of(configs: Sequence[Any]) -> Lookups:
     names = (
         f"{name}@{configs[table].name}" if readers[name] > 1 else name for table, name in pairs
     )
-    named = tuple(
-        TableSpec(
-            config.name,
-            config.num_embeddings,
-            config.embedding_dim,
-            tuple(config.feature_names),
-            _POOLING.get(getattr(config, "pooling", "sum"), "sum"),
-            stored_dtype(getattr(config, "data_type", None)),
-        )
-        for config in configs
-    )
+    named = tuple(map(TableSpec.of_config, configs))
     places = iter(range(len(pairs)))
     return Lookups(
         features=tuple(feature for _, feature in pairs),
@@ -97,14 +80,13 @@ def checked_configs(configs: Sequence[Any], kind: type) -> list[Any]:
     for config in configs:
         if not isinstance(config, kind):
             raise ConfigError(f"tables: {config!r} is no torchrec.{kind.__name__}")
-        where = f"table {config.name!r}"
         if config.name in seen:
             raise ConfigError(f"two tables are named {config.name!r}")
         seen.add(config.name)
-        if isinstance(config, EmbeddingBagConfig) and config.pooling not in _POOLING:
-            raise ConfigError(f"{where}: pooling {config.pooling} is not SUM or MEAN")
         if getattr(config, "use_virtual_table", False):
-            raise ConfigError(f"{where}: use_virtual_table is not supported: give num_embeddings")
+            raise ConfigError(
+                f"table {config.name!r}: use_virtual_table is not supported: give num_embeddings"
+            )
         if not config.feature_names:
             config.feature_names = [config.name]
     return list(configs)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache.comm.rendezvous import meet
-from distcache.comm.world import current_world, has_group, require_group
+from distcache.comm.world import current_world, require_group
 from distcache.embedding import step
 from distcache.embedding.ids import PlainTable
 from distcache.embedding.optimizer import in_backward, row_update
@@ -61,7 +61,7 @@ class Membership:
         """Whether a copy of the collection was made, and said what it is."""
         self._alone, self._closed, self._error = False, False, ""
         self._initial = draw_weights(recipe)
-        if not waits and (process_group is not None or has_group()):
+        if not waits and (process_group is not None or dist.is_initialized()):
             self._join()
         else:
             _waiting.append(weakref.ref(self))
@@ -84,15 +84,16 @@ class Membership:
             first_use = f"the first use of a cached collection ({_FIRST_USE})"
             require_group(first_use)
             self.meet(first_use, "all ranks use it for the first time together", self._timeout_s)
-            if has_group():
+            if dist.is_initialized():
                 gc.collect()  # those that nobody holds any more are gone on all ranks alike
             for own in list(_waiting):
                 member = own()
-                if member is None or not member._is_without_rows:
-                    _waiting.remove(own)
-                if member is not None and member._can_join:
+                if member is not None and member._is_without_rows:
+                    continue  # it may have some later
+                _waiting.remove(own)
+                if member is not None and not (member._closed or member.made):
                     member._join()
-        elif self.made and self._alone and has_group() and dist.get_world_size() > 1:
+        elif self.made and self._alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this {name} was used before init_process_group and trains alone, but now there "
                 f"are {dist.get_world_size()} ranks, whose tables would drift apart: call "
@@ -106,7 +107,7 @@ class Membership:
         """See `CollectionTables.meet`; also while there are no tables."""
         if self.made is not None:
             self.made.meet(asked, way_out, limit_s)
-        elif has_group():
+        elif dist.is_initialized():
             ranks = dist.get_process_group_ranks(self._process_group)
             shared = dist.distributed_c10d._get_default_store()
             store = dist.PrefixStore(f"distcache/first use/{ranks[0]}", shared)
@@ -128,13 +129,9 @@ class Membership:
         """Whether there are no tables to make: none at all, or none yet, on 'meta'."""
         return self.recipe.device.type == "meta" or not self.recipe.lookups.specs
 
-    @property
-    def _can_join(self) -> bool:
-        return not (self._closed or self.made or self._is_without_rows)
-
     def _join(self) -> None:
         """Make the tables; by all ranks of the group."""
-        self._alone = not has_group()
+        self._alone = not dist.is_initialized()
         try:
             world = current_world(self.recipe.device, self._process_group, self._timeout_s)
             with torch.inference_mode(False):  # the first use may be an evaluation

@@ -193,15 +193,12 @@ class CachedModule(CachedCollection):
         *ours, settings = ours
         dtype = table.dtype if table.data_type == "FP32" else torch.float32
         self._make([table], *ours, settings | {"dtype": dtype})
+        self._dtype = table.dtype
         to_end = given.get("include_last_offset", False)
         self.reader = TensorReader(self.reader.lookups, self._pooled, self.padding_idx, to_end)
 
     def _key_of(self, table: str) -> str:
         return "weight"
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._table.dtype
 
     @property
     def weight(self) -> Tensor:

@@ -10,9 +10,10 @@ from os import PathLike
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.world import World, has_group
+from distcache.comm.world import World
 from distcache.config import choice, least
 from distcache.config.checks import check_cache
 from distcache.config.tree import CacheConfig
@@ -281,7 +282,7 @@ class Recipe:
         with library_words():
             if self.settings.split != "by_curve":
                 self.request.plan(1, None)
-            if not has_group():  # else rank 0 reads them, for all
+            if not dist.is_initialized():  # else rank 0 reads them, for all
                 self.statistics()
 
     def decide_rows(self, world: World) -> tuple[tuple[int, ...], Placement, Popularity | None]:

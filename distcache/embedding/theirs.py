@@ -12,7 +12,6 @@ try:
     from torchrec.modules.embedding_configs import BaseEmbeddingConfig as BaseEmbeddingConfig
     from torchrec.modules.embedding_configs import EmbeddingBagConfig as EmbeddingBagConfig
     from torchrec.modules.embedding_configs import EmbeddingConfig as EmbeddingConfig
-    from torchrec.modules.embedding_configs import PoolingType as PoolingType
     from torchrec.modules.embedding_modules import (
         EmbeddingBagCollectionInterface as EmbeddingBagCollectionInterface,
     )
@@ -32,7 +31,6 @@ except (ImportError, OSError, AttributeError):  # told to whoever asks for a col
             return type(name, (), {})
 
         BaseEmbeddingConfig = EmbeddingBagConfig = EmbeddingConfig = _nothing("Config")
-        PoolingType = SimpleNamespace(SUM=object(), MEAN=object())
         EmbeddingBagCollectionInterface = EmbeddingCollectionInterface = torch.nn.Module
         RowWiseAdagrad, KeyedOptimizer = _nothing("RowWiseAdagrad"), torch.optim.Optimizer
         optimizers = SimpleNamespace(**{n: _nothing(n) for n in ("SGD", "Adagrad", "Adam")})

@@ -24,9 +24,13 @@ from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import Flight, StageClock, Watcher
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError
+from distcache.optim import load_state, state_tensors
 from distcache.store.table_files import Stored
 
 log = logging.getLogger(__name__)
+
+_MODEL, _OPTIMIZER = "dense.", "dense_optim."
+"""What begins the names of the dense part's values in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,13 @@ class LateResult:
 class Parallel(ABC):
     """A model whose tables lie in one of four ways; every method is called by all ranks in order.
 
-    The dense part is `model(dense [b, F], pooled [b, sum of widths]) -> logits [b]`.
+    The dense part is `model(dense [b, F], pooled [b, sum of widths]) -> logits [b]`, and
+    `dense_optimizer` updates it; `clock`: of the stages of steps.
     """
+
+    model: nn.Module
+    dense_optimizer: torch.optim.Optimizer
+    clock: StageClock
 
     result_delay: int = 0
     """How many steps later the result of a step is best looked at; earlier means waiting for it.
@@ -94,9 +103,25 @@ class Parallel(ABC):
         """Let the first rows of a table have the weights of `source`, `[rows, D]`; before any
         step."""
 
-    @abstractmethod
     def dense_state(self) -> dict[str, Tensor]:
         """The dense parameters by name, unwrapped, in parameter order (CPU or device tensors)."""
+        return {name: value.detach() for name, value in self.model.named_parameters()}
+
+    def dense_values(self) -> dict[str, Tensor]:
+        """The dense part in a checkpoint: `dense.<name>` of the model's state, and
+        `dense_optim.<parameter>.<state>` of its optimizer's."""
+        state = {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
+        optimized = state_tensors(self.dense_optimizer, self.model)
+        return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}
+
+    def load_dense(self, state: dict[str, Any]) -> None:
+        """Take back what `dense_values` gave, from among the values of a checkpoint."""
+        model, optimizer = (
+            {key.removeprefix(own): v for key, v in state.items() if key.startswith(own)}
+            for own in (_MODEL, _OPTIMIZER)
+        )
+        self.model.load_state_dict(model)
+        load_state(self.dense_optimizer, self.model, optimizer)
 
     def snapshot(self, folder: Path) -> Snapshot | None:
         """The tables of `state_dict` as they are now, after a flush, to be read while steps go on;
@@ -142,9 +167,9 @@ class Parallel(ABC):
         """
         return {}
 
-    @abstractmethod
     def watch(self, watcher: Watcher) -> None:
         """Call `watcher` with the spans of each step once it has ended."""
+        self.clock.watchers.append(watcher)
 
     @abstractmethod
     def close(self) -> None:

@@ -33,10 +33,8 @@ from distcache.layout import TableSpec
 from distcache.optim import (
     RowUpdate,
     dense_optimizer,
-    load_state,
     masked_step,
     put_back,
-    state_tensors,
     uncount,
 )
 from distcache.parallel.base import (
@@ -50,10 +48,6 @@ from distcache.parallel.base import (
 )
 from distcache.popularity.statistics import Popularity
 from distcache.store.table_files import Stored
-
-_MODEL, _OPTIMIZER = "dense.", "dense_optim."
-"""What begins the names of the dense part's values in a checkpoint: `dense.<name>` of the model's
-state, `dense_optim.<parameter>.<state>` of its optimizer's."""
 
 MOST_NAMED = 64
 """Tables that a summary names."""
@@ -345,10 +339,6 @@ class CachedParallel(Parallel):
         self.tables.require_unused()
         self.tables.whole_tables.fill(table, source)
 
-    def dense_state(self) -> dict[str, Tensor]:
-        """See `Parallel.dense_state`."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
-
     def snapshot(self, folder: Path) -> Snapshot | None:
         """See `Parallel.snapshot`: where this node has all rows, and the devices have copies."""
         if self.settings.mode == "resident" or self.world.nodes.count > 1:
@@ -366,10 +356,7 @@ class CachedParallel(Parallel):
     def blank_state(self, filled: bool = False, since: int | None = None) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
         tables = self.tables.whole_tables.state(self.scratch, filled, since)
-        state = {"applied_steps": torch.tensor(self.applied)} | tables
-        state |= {f"{_MODEL}{name}": value for name, value in self.model.state_dict().items()}
-        optimized = state_tensors(self.dense_optimizer, self.model)
-        return state | {f"{_OPTIMIZER}{name}": value for name, value in optimized.items()}
+        return {"applied_steps": torch.tensor(self.applied)} | tables | self.dense_values()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Parallel.load_state_dict`; before any step.
@@ -378,12 +365,7 @@ class CachedParallel(Parallel):
         """
         self.tables.require_unused()
         self.applied = int(state["applied_steps"])
-        model, optimizer = (
-            {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
-            for own in (_MODEL, _OPTIMIZER)
-        )
-        self.model.load_state_dict(model)
-        load_state(self.dense_optimizer, self.model, optimizer)
+        self.load_dense(state)
         self.tables.whole_tables.load(state)
 
     def summary(self) -> dict[str, Any]:
@@ -418,7 +400,7 @@ class CachedParallel(Parallel):
     def watch(self, watcher: Watcher) -> None:
         """See `Parallel.watch`; every step is timed from now on."""
         self.streams.timed_every = 1
-        self.clock.watchers.append(watcher)
+        super().watch(watcher)
 
     def close(self) -> None:
         """End the stream, if one is open, and let go of stores and gradients."""

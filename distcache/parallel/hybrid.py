@@ -55,10 +55,10 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, to_device, words
 from distcache.engine.movement import MoveCounts
-from distcache.engine.step import TRAINING_LANE, WAIT, Span, StageClock, Watcher
+from distcache.engine.step import TRAINING_LANE, WAIT, Span, StageClock
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
-from distcache.optim import Adagrad, RowUpdate, dense_optimizer, load_state, state_tensors
+from distcache.optim import Adagrad, RowUpdate, dense_optimizer
 from distcache.parallel.base import (
     Parallel,
     Step,
@@ -103,30 +103,28 @@ def check_spec(spec: HybridSpec, world: World) -> None:
     """Raise ConfigError, with the way out, for what TorchRec's sharded tables cannot do here."""
     readers = Counter(feature for table in spec.tables for feature in table.features)
     shared = sorted(feature for feature, count in readers.items() if count > 1)
-    narrow = next((table for table in spec.tables if table.dim % 4), None)
-    means = next((table for table in spec.tables if table.pooling == "mean"), None)
-    problem = ""
     if world.device.type != "cpu" and world.backend == "gloo" and world.size > 1:
-        problem = (
+        raise ConfigError(
             "parallel=hybrid on CUDA exchanges rows with NCCL, and this job runs on gloo: start "
             "one rank per GPU with trainer.backend=nccl, or set trainer.device=cpu"
         )
-    elif narrow is not None:
-        problem = (
-            f"table {narrow.name!r} has width {narrow.dim}: parallel=hybrid needs a multiple "
-            f"of 4, so set model.embedding_dim={-(-narrow.dim // 4) * 4} or use another mode"
-        )
-    elif spec.weighted and means is not None:
-        problem = f"table {means.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
-    elif any(table.dtype for table in spec.tables):
-        problem = (
-            "FBGEMM rounds updated rows of float16 and bfloat16 by chance: parallel=hybrid has "
-            "tables in float32 alone, so leave data_type out, or use another mode"
-        )
-    elif shared:
-        problem = f"features {shared} are read by several tables: give each table its own"
-    if problem:
-        raise ConfigError(problem)
+    for table in spec.tables:
+        if table.dim % 4:
+            raise ConfigError(
+                f"table {table.name!r} has width {table.dim}: parallel=hybrid needs a multiple "
+                f"of 4, so set model.embedding_dim={-(-table.dim // 4) * 4} or use another mode"
+            )
+        if spec.weighted and table.pooling == "mean":
+            raise ConfigError(
+                f"table {table.name!r} has pooling 'mean' and weighted ids: weights need 'sum'"
+            )
+        if table.dtype:
+            raise ConfigError(
+                "FBGEMM rounds updated rows of float16 and bfloat16 by chance: parallel=hybrid has "
+                "tables in float32 alone, so leave data_type out, or use another mode"
+            )
+    if shared:
+        raise ConfigError(f"features {shared} are read by several tables: give each table its own")
 
 
 def check_memory(spec: HybridSpec, world: World) -> None:
@@ -302,10 +300,8 @@ class HybridModel(nn.Module):
         return predict(self.dense, dense, vectors, self.amp)
 
 
-def build(
-    world: World, spec: HybridSpec, dense: nn.Module, kind: type[HybridModel] = HybridModel
-) -> DistributedModelParallel:
-    """A model of this kind under DistributedModelParallel: tables sharded, dense part under DDP.
+def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelParallel:
+    """A `HybridModel` under DistributedModelParallel: tables sharded, dense part under DDP.
 
     Every local shard gets its rows of `initial_rows`, and its optimizer state the initial
     accumulator. `dense` is moved to the device. Learning rates start at 0. Collective.
@@ -319,11 +315,7 @@ def build(
         )
         for table in spec.tables
     ]
-    ebc = EmbeddingBagCollection(
-        tables=tables,
-        is_weighted=spec.weighted,
-        device=torch.device("meta"),
-    )
+    ebc = EmbeddingBagCollection(tables, spec.weighted, torch.device("meta"))
     # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
     own: Any = spec.optimizer
     options = {"lr": 0.0}
@@ -332,7 +324,7 @@ def build(
     if own.name == "adam":
         options["beta1"], options["beta2"] = own.betas
     _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
-    model = kind(ebc, dense.to(world.device), spec)
+    model = HybridModel(ebc, dense.to(world.device), spec)
     plan = shared_plan(world, spec, ebc)
     dmp = DistributedModelParallel(
         model,
@@ -495,17 +487,17 @@ class HybridParallel(Parallel):
         check_spec(spec, world)
         check_memory(spec, world)
         _quieten()
-        self._world, self._spec, self._model = world, spec, model
+        self._world, self._spec, self.model = world, spec, model
         self._steps, self._rehearsed = 0, False
         self.counters = CollectiveCounters(world.nodes, world.rank)
         self._link = Link(world, world.device_group, self.counters, "the device group")
-        self._clock, self._seen = StageClock(), 0
+        self.clock, self._seen = StageClock(), 0
         self._dmp = build(world, spec, model)
         self._divided = comm_ops.get_gradient_division()
         comm_ops.set_gradient_division(False)  # by W, of row gradients, process-wide
         self._weights = weights(self._dmp, spec)
         self._row_states = row_states(self._dmp, spec)
-        self._dense = dense_optimizer(model.parameters(), spec.optimizer)
+        self.dense_optimizer = dense_optimizer(model.parameters(), spec.optimizer)
         self._dmp._dmp_wrapped_module.register_comm_hook(
             world.device_group, summing_hook(self.counters)
         )
@@ -543,7 +535,7 @@ class HybridParallel(Parallel):
         yield
         own = Span(name, TRAINING_LANE, self._seen, began, time.perf_counter())
         load_and_wait = step.flight or ()  # none of a batch that came by no stream
-        self._clock.add(self._seen, step.batch.kind, [*load_and_wait[:1], own], load_and_wait[1:])
+        self.clock.add(self._seen, step.batch.kind, [*load_and_wait[:1], own], load_and_wait[1:])
         self._seen += 1
 
     def train_step(self, step: Step, asks: int = 0) -> StepResult:
@@ -562,10 +554,10 @@ class HybridParallel(Parallel):
             result = self._agree(loss_sum.detach(), batch.global_size, asks)
             if result.bad_ranks:
                 return result
-            self._dense.zero_grad()
+            self.dense_optimizer.zero_grad()
             with count_collectives(self.counters):
                 (loss_sum / batch.global_size).backward()
-            self._dense.step()
+            self.dense_optimizer.step()
         self._steps += 1
         return result
 
@@ -622,7 +614,7 @@ class HybridParallel(Parallel):
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:
         """Learning rates of the coming steps, the very next one included."""
-        for group in self._dense.param_groups:
+        for group in self.dense_optimizer.param_groups:
             group["lr"] = dense_lr
         for group in self._dmp.fused_optimizer.param_groups:
             group["lr"] = embedding_lr
@@ -631,10 +623,6 @@ class HybridParallel(Parallel):
     def errors_are_common(self) -> bool:
         """See `Parallel.errors_are_common`: only where ranks exchange a word before each step."""
         return self._spec.agree_on_sizes
-
-    def watch(self, watcher: Watcher) -> None:
-        """See `Parallel.watch`: the whole step, with `load` and `wait` of its batch."""
-        self._clock.watchers.append(watcher)
 
     def flush(self) -> None:
         """Nothing: the shards are the tables."""
@@ -650,10 +638,6 @@ class HybridParallel(Parallel):
 
         together(self._world, lambda: write_rows(tensor, source))
 
-    def dense_state(self) -> dict[str, Tensor]:
-        """The dense parameters by the given model's own names, in its order."""
-        return {name: value.detach() for name, value in self._model.named_parameters()}
-
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
         """See `Parallel.state_dict`: tables and row states as ShardedTensor of this rank's shards.
 
@@ -664,20 +648,13 @@ class HybridParallel(Parallel):
             own = self._row_states[table.name], self._spec.optimizer.name, table.rows
             values = {"weight": self._weights[table.name]} | saved_states(*own)
             state |= {f"tables.{table.name}.{key}": value for key, value in values.items()}
-        state |= {f"dense.{name}": value for name, value in self._model.state_dict().items()}
-        optimized = state_tensors(self._dense, self._model)
-        return state | {f"dense_optim.{name}": value for name, value in optimized.items()}
+        return state | self.dense_values()
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave, once its tensors are filled: they are the trained memory,
         but for those that torch's modules and optimizers load themselves."""
-        model, optimizer = (
-            {key.removeprefix(own): v for key, v in state.items() if key.startswith(own)}
-            for own in ("dense.", "dense_optim.")
-        )
-        self._model.load_state_dict(model)
-        load_state(self._dense, self._model, optimizer)
+        self.load_dense(state)
         self._steps = int(state["applied_steps"])
 
     def summary(self) -> dict[str, Any]:
@@ -691,21 +668,22 @@ class HybridParallel(Parallel):
         sharded = [*self._weights.values()]
         sharded += [state for states in self._row_states.values() for state in states.values()]
         held = sum(one.tensor.nbytes for tensor in sharded for one in tensor.local_shards())
-        most = {"embedding": held, "peak": held + held_bytes(self._model.parameters(), self._dense)}
+        dense = held_bytes(self.model.parameters(), self.dense_optimizer)
+        most = {"embedding": held, "peak": held + dense}
         if self._world.device.type == "cuda":
             most["peak"] = torch.cuda.max_memory_allocated(self._world.device)
         most = over_ranks(self._world, most, max)
         sent = over_ranks(self._world, self.counters.values())
         nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill", "scatter"]
         nothing += ["forward_backward", "sync", "apply"]
-        stages = {"load": 0.0, WAIT: 0.0} | self._clock.mean_ms()
+        stages = {"load": 0.0, WAIT: 0.0} | self.clock.mean_ms()
         unknown = ("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))
         return {
             **{name: round(value / self._world.size) for name, value in sent.items()},
             "embedding_device_bytes": most["embedding"],
             "peak_device_bytes": most["peak"],
             "stage_ms": dict.fromkeys(nothing) | stages,
-            "stage_hidden_ms": {"load": 0.0} | self._clock.hidden_ms(),
+            "stage_hidden_ms": {"load": 0.0} | self.clock.hidden_ms(),
             "table_rows": sum(table.rows for table in self._spec.tables),
             **dict.fromkeys(unknown),
         }
@@ -714,7 +692,7 @@ class HybridParallel(Parallel):
         """Drop DDP and the shards, before the process group goes; safe to call twice."""
         if self._dmp is None:
             return
-        self._dmp = self._dense = None
+        self._dmp = self.dense_optimizer = None
         self._weights, self._row_states = {}, {}
         comm_ops.set_gradient_division(self._divided)
         gc.collect()  # DDP lies in reference cycles, and aborts when it outlives its group

@@ -223,7 +223,7 @@ def gradient_buckets_keep_their_order_from_the_first_step_on(world: World, folde
     case = scenario("sgd")
     hybrid = hybrid_of(world, case, "table_wise")
     orders, wrapped = [], hybrid._dmp._dmp_wrapped_module
-    names = {id(p): name for name, p in hybrid._model.named_parameters()}
+    names = {id(p): name for name, p in hybrid.model.named_parameters()}
     for _ in range(4):
         hybrid.train_step(steps_of(case, world)[0])
         buckets = wrapped.reducer._get_zeros_like_grad_buckets()
