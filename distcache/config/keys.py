@@ -26,6 +26,14 @@ _ELSEWHERE = {
 }
 """What other tools call a key, and what is meant."""
 
+_WENT = {
+    "cache.order": "numbering rows by popularity gained nothing and made plans slower",
+    "analyze.memory": "every row is counted, in 8 bytes: less than its own values take",
+    "trainer.shake_ms": "delays at hand-overs between threads are made by this project's tests",
+    "cache.admission": "rows that leave first unless they score higher changed next to nothing",
+}
+"""Keys that were there once, and why they are not."""
+
 
 def is_known(key: str, schema: type = Config) -> bool:
     """Whether a value or section of `schema` has this dotted key, or it is of a mapping there."""
@@ -41,6 +49,9 @@ def is_section(key: str, schema: type = Config) -> bool:
 
 def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
     """The error for unknown `keys`, with those that come near the first."""
+    for key in keys:
+        if key in _WENT:
+            return ConfigError(f"{key}: this key went, for {_WENT[key]}: leave it out")
     near = near_keys(keys[0], schema)
     hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
     return ConfigError(f"{', '.join(keys)}: no such key: {hint}")

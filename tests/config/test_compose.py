@@ -125,6 +125,8 @@ def test_the_text_that_ranks_share_has_all_values_in_it():
         ("trainer.max_steps=5", "did you mean trainer.eval_steps or trainer.steps or "),
         ("batch_size=5", "did you mean data.global_batch_size or data.bag_size"),
         ("lr=5", "did you mean optim.dense_lr or optim.embedding_lr?"),
+        ("cache.order=popularity", "cache.order: this key went, for "),
+        ("cache.admission=true", "cache.admission: this key went, for "),
         ("zzz=5", "zzz: no such key: `--cfg job` shows all keys"),
         ("cache=1", "cache=1: cache is a section of "),
         ("cache=wide", "cache=wide: no such cache: there is default"),

@@ -194,6 +194,9 @@ def test_rules_of_single_values():
             words = re.escape(f"={rule['only'][0]}") + ".*: leave it out"
             with pytest.raises(ConfigError, match=f"^{key}=.* is a key of {section}.*{words}"):
                 check_values(config)
+    plain.data.batching = "split"
+    with pytest.raises(ConfigError, match=r"data\.batching=split is no longer there: "):
+        check_values(plain)
 
 
 ACCEPTED = {
