@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import logging
@@ -37,15 +36,14 @@ ABOUT = {
 """What a trace says of itself."""
 
 
-def part_of(folder: Path, rank: int, end: str) -> Path:
-    """The part of a rank, which it still writes (`open`) or which has ended (`done`)."""
-    return folder / f"trace.rank{rank}.{end}"
+def part_of(folder: Path, rank: int) -> Path:
+    """The part of a rank: a trace of its own, which wants no closing bracket."""
+    return folder / f"trace.rank{rank}.json"
 
 
 def remove_trace(folder: Path) -> None:
     """Remove the trace, and the parts of one, that a run before left in `folder`."""
-    patterns = ("trace.json", "trace.json.gz", "trace.rank*.open", "trace.rank*.done")
-    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+    for path in (*folder.glob("trace.json*"), *folder.glob("trace.rank*.json")):
         path.unlink(missing_ok=True)
 
 
@@ -58,10 +56,10 @@ class TracePart:
     def __init__(self, folder: Path, rank: int, start_s: float) -> None:
         """Begin the part in `folder`, whose times count from `start_s` of the system's clock, of
         which spans have `time.perf_counter`. Raises OSError where that is not possible."""
-        self.folder, self.rank = folder, rank
         self._before_s = time.time() - time.perf_counter() - start_s
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = part_of(folder, rank, "open").open("w", encoding="utf-8")
+        self._file = part_of(folder, rank).open("w", encoding="utf-8")
+        self._file.write("[\n")
         self._broken = False
         # From 1 on: viewers take process 0 for the machine's idle one. Some viewers want thread
         # numbers that no two processes share.
@@ -99,7 +97,7 @@ class TracePart:
         if self._broken:
             return
         try:
-            self._file.writelines(json.dumps(e, separators=(",", ":")) + "\n" for e in events)
+            self._file.writelines(json.dumps(e, separators=(",", ":")) + ",\n" for e in events)
         except OSError as error:
             self._stop(error)
 
@@ -108,33 +106,21 @@ class TracePart:
         logger.warning("the trace of this rank ends here: %s", error)
 
     def close(self) -> None:
-        """End the part: rank 0 may take it now; safe to call twice."""
+        """End the part; safe to call twice."""
         try:
             self._file.close()
         except OSError as error:
             self._stop(error)
-        # Gone where rank 0 did not wait for it any longer.
-        with contextlib.suppress(FileNotFoundError):
-            part_of(self.folder, self.rank, "open").replace(part_of(self.folder, self.rank, "done"))
 
 
 # -----------------------------------------------------------------------------
 # The whole: one file with all ranks' stages on one clock, for Perfetto or Chrome.
 #
-# Each rank writes a part beside its steps; rank 0 joins the parts at the end of the run, whatever
-# ended it, and removes them. No rank waits for another one that may have failed: parts are renamed
-# when they are whole, and rank 0 takes the others as they are after a few seconds.
+# Each rank writes a part beside its steps; rank 0 joins the parts when all have ended. After an
+# error no rank waits for another one that may have failed: the parts stay, and can be opened.
 
 LARGE_BYTES = 64 << 20
 """Parts of more bytes than this become `trace.json.gz`."""
-
-_END_S = 60.0
-"""Longest wait for the parts of other ranks after an orderly end, seconds."""
-
-_FAILED_S = 5.0
-"""The same after an error: others may have gone without a word."""
-
-_POLL_S = 0.05
 
 
 @contextmanager
@@ -144,10 +130,11 @@ def tracing(
     watch: Callable[[Watcher], None],
     asked: tuple[str, str] = ("trainer.trace=true", "run.dir"),
 ) -> Iterator[None]:
-    """Trace the steps that `watch` tells of meanwhile into `folder`; entered by all ranks.
+    """Trace the steps that `watch` tells of meanwhile into `folder`; entered and left by all ranks.
 
-    Leaves `trace.json` (or `trace.json.gz`), also after an error or a Ctrl-C. `asked`: what a user
-    gave for a trace, and for its folder. Raises ConfigError where a part cannot be written.
+    Leaves `trace.json` (or `trace.json.gz`); after an error on one of several ranks the parts.
+    `asked`: what a user gave for a trace, and for its folder. Raises ConfigError where a part
+    cannot be written.
     """
     parts: list[TracePart] = []
 
@@ -173,35 +160,24 @@ def tracing(
         raise
     (part,) = parts
     watch(part)
-    patience = _FAILED_S
+    failed = True
     try:
         yield
-        patience = _END_S
+        failed = False
     finally:
         part.close()
-        if world.is_first:
-            collect(folder, world.size, patience)
-        elif patience == _FAILED_S:
-            # Rank 0 may be on its way: torchrun ends it soon after this rank is gone.
-            _until(lambda: not part_of(folder, world.rank, "done").exists(), patience)
+        if not failed:
+            together(world, lambda: None)
+        if world.is_first and not (failed and world.size > 1):
+            collect(folder, world.size)
 
 
-def collect(folder: Path, size: int, patience_s: float) -> Path | None:
+def collect(folder: Path, size: int) -> Path | None:
     """Join the parts of `size` ranks in `folder` into the trace, and remove them; rank 0 alone.
 
-    Waits up to `patience_s` for parts that are still written, then takes what there is. None, and
-    the parts stay, where the file cannot be written.
+    None, and the parts stay, where the file cannot be written.
     """
-    _until(lambda: all(part_of(folder, rank, "done").exists() for rank in range(size)), patience_s)
-    parts: list[Path] = []
-    for rank in range(size):
-        found = [part_of(folder, rank, end) for end in ("done", "open")]
-        existing = [path for path in found if path.exists()]
-        parts += existing[:1]
-        if not existing:
-            logger.warning("the trace lacks rank %d, which left no part in %s", rank, folder)
-        elif existing[0] != found[0]:
-            logger.warning("the trace of rank %d is not whole: it did not end in order", rank)
+    parts = [part_of(folder, rank) for rank in range(size)]
     try:
         size_bytes = sum(part.stat().st_size for part in parts)
         path = folder / ("trace.json.gz" if size_bytes > LARGE_BYTES else "trace.json")
@@ -227,14 +203,8 @@ def join(parts: Sequence[Path], path: Path) -> None:
         for part in parts:
             with part.open(encoding="utf-8") as lines:
                 for line in lines:
-                    if line.endswith("\n"):  # else it was being written
-                        file.write(separator + line[:-1])
+                    if line.endswith(",\n"):  # else it is the bracket, or was being written
+                        file.write(separator + line[:-2])
                         separator = ",\n"
         file.write("\n]}\n")
     partial.replace(path)
-
-
-def _until(reached: Callable[[], bool], patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    while not reached() and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
