@@ -15,12 +15,7 @@ from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomeDecision, HomePlanner
 from distcache.planner.victims import Policy
 from distcache.popularity.slots import StepCurves
-from distcache.popularity.statistics import (
-    GroupPopularity,
-    Statistics,
-    TableCounts,
-    row_classes,
-)
+from distcache.popularity.statistics import GroupPopularity, Statistics, TableCounts, row_classes
 from distcache.trace import HomeTrace, Trace
 
 

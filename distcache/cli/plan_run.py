@@ -36,12 +36,7 @@ from distcache.cost.cluster import (
     write_cluster,
 )
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import (
-    OBJECTIVES,
-    Point,
-    Settings,
-    compare,
-)
+from distcache.cost.predict import OBJECTIVES, Point, Settings, compare
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.errors import DistcacheError
 from distcache.layout import TableSpec, stored_dtype

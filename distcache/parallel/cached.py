@@ -30,13 +30,7 @@ from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watc
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
-from distcache.optim import (
-    RowUpdate,
-    dense_optimizer,
-    masked_step,
-    put_back,
-    uncount,
-)
+from distcache.optim import RowUpdate, dense_optimizer, masked_step, put_back, uncount
 from distcache.parallel.base import (
     LateResult,
     Parallel,

@@ -15,13 +15,7 @@ from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, slice_bounds
 from distcache.data.files import digest_of
-from distcache.data.samplers import (
-    BatchSpans,
-    BlockOrder,
-    SampleSpan,
-    Subset,
-    both,
-)
+from distcache.data.samplers import BatchSpans, BlockOrder, SampleSpan, Subset, both
 from distcache.errors import ConfigError
 from distcache.popularity.curve import Curve, most_frequent, room_for
 from distcache.popularity.statistics import Statistics
