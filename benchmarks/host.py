@@ -29,8 +29,7 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.turns import shown, spread, take_turns
 from distcache.cli.compose import read_line
-from distcache.cli.host_times import PLANNER, measure_host, time_planner
-from distcache.cli.plan_run import Options, parse_request
+from distcache.cli.plan_run import PLANNER, Options, measure_host, parse_request, time_planner
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
@@ -314,7 +313,7 @@ SECTIONS = (
         "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
         "fitted to nine streams and caches without training beside them (`time_planner` of "
-        "`distcache.cli.host_times`), and times one factor that the planners above have beside "
+        "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `byte_s` and `moved_s` are from the table above, its least "
         "turns, and to `byte_s` comes what packing a byte for the device takes; `exchange_s` is "
         "what planners of several ranks take more on their cores: waiting for the others is in "
