@@ -29,13 +29,6 @@ LANES = ("training", "movement", "planner")
 """Lanes in the order in which they are shown."""
 
 
-ABOUT = {
-    "clock": "each machine's system clock, from the start of the trace; host time of stages",
-    "steps": "batches of the stream, evaluation included, from 0 in each process",
-}
-"""What a trace says of itself."""
-
-
 def part_of(folder: Path, rank: int) -> Path:
     """The part of a rank: a trace of its own, which wants no closing bracket."""
     return folder / f"trace.rank{rank}.json"
@@ -193,18 +186,15 @@ def collect(folder: Path, size: int) -> Path | None:
 
 
 def join(parts: Sequence[Path], path: Path) -> None:
-    """Write the events of `parts` as one JSON object, so that `path` is whole or not there."""
-    partial = path.with_name(path.name + ".partial")
+    """Write the events of `parts` as one JSON array, so that `path` is whole or not there."""
+    partial, separator = path.with_name(path.name + ".partial"), "[\n"
     packed = path.suffix == ".gz"
     with gzip.open(partial, "wt", 3) if packed else partial.open("w", encoding="utf-8") as file:
-        opening = {"displayTimeUnit": "ms", "otherData": ABOUT}
-        file.write(json.dumps(opening)[:-1] + ', "traceEvents": [')
-        separator = "\n"
         for part in parts:
             with part.open(encoding="utf-8") as lines:
                 for line in lines:
                     if line.endswith(",\n"):  # else it is the bracket, or was being written
                         file.write(separator + line[:-2])
                         separator = ",\n"
-        file.write("\n]}\n")
+        file.write("\n]\n")
     partial.replace(path)

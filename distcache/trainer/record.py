@@ -12,6 +12,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -248,7 +249,7 @@ class StepTimes:
 logger = logging.getLogger("distcache.trainer.trainer")
 
 
-class Progress:
+class Progress(AbstractContextManager):
     """The report of a run while it goes on; silent on ranks without a file."""
 
     def __init__(self, path: Path | None, schedule: Schedule, log_every: int) -> None:
@@ -262,9 +263,6 @@ class Progress:
             cut_back(path, schedule.first_step)
             self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time
         self._steps, self._log_every = schedule.steps, max(log_every, 1)
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:

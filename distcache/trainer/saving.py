@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ class _Job(threading.Thread):
             self.error = error
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """The checkpoints of a run, in `checkpoints/` of its folder; every method is called by all
     ranks between the same steps, but for `asks`.
 
@@ -104,9 +104,6 @@ class Saver:
         """How many of this process rest on it."""
         self._began, self._due, self._told = time.monotonic(), False, False
         self._best: float | None = on_first(world, lambda: best_of(self.folder, keeping.best)[0])
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error for as long as others may take, at a second Ctrl-C not at all.
