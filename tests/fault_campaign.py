@@ -37,11 +37,12 @@ from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
 from distcache.engine.groups import Placement
 from distcache.engine.planning import StreamPlanner
-from distcache.engine.snapshot import OldRows, Snapshot
+from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import running
 from distcache.models import initialise
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings
+from distcache.store.old_rows import OldRows
 from distcache.trainer import checkpoint, manifest, saving
 from distcache.trainer.manifest import BlockFile, BlockReader, BlockWriter, Manifest
 

@@ -16,7 +16,6 @@ from distcache.cache import FOREIGN, DeviceCache, StagingRing
 from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
 from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings
-from distcache.engine.snapshot import OldRows, mark_new
 from distcache.engine.step import (
     FILL,
     GATHER,
@@ -32,6 +31,7 @@ from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops import put, update_rows
 from distcache.optim import RowUpdate
 from distcache.step_plan import StepPlan, Transfer
+from distcache.store.old_rows import OldRows, mark_new
 from distcache.store.rows import DirectRows, Gathered, Rows, RowStore, nothing
 from distcache.streams import COPY_IN, Mark, Streams
 
