@@ -37,8 +37,8 @@ from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
 from distcache.engine.groups import Placement
 from distcache.engine.planning import StreamPlanner
-from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import running
+from distcache.engine.whole import Snapshot
 from distcache.models import initialise
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings

@@ -20,9 +20,9 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
 from distcache.engine.movement import MoveCounts
-from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import Flight, StageClock, Watcher
 from distcache.engine.tables import CachedTables
+from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError
 from distcache.optim import load_state, state_tensors
 from distcache.store.table_files import Stored

@@ -25,9 +25,9 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts, RowChoice
-from distcache.engine.snapshot import Snapshot
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
+from distcache.engine.whole import Snapshot
 from distcache.errors import PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate, dense_optimizer, masked_step, put_back, uncount

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.engine.snapshot import Snapshot
-from distcache.engine.whole import CHANGED, ChangedRows
+from distcache.engine.whole import CHANGED, ChangedRows, Snapshot
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel

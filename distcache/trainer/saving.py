@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata
 from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY, SAVE
-from distcache.engine.snapshot import Snapshot
+from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel

@@ -25,7 +25,7 @@ from toy_parallel import ToyParallel, ToySource, toy_run
 
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
-from distcache.engine.snapshot import Snapshot
+from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError, DataError
 from distcache.trainer.manifest import BlockFile, Manifest
 

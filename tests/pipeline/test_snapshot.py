@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement
-from distcache.engine.snapshot import Snapshot
+from distcache.engine.whole import Snapshot
 from distcache.parallel.cached import CachedSettings
 from distcache.store import old_rows
 
