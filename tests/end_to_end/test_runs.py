@@ -48,7 +48,7 @@ def traced(folder: Path) -> dict[int, set[str]]:
     """Stages in the trace of a run by process number, its only file of that name."""
     (path,) = folder.glob("trace*")
     stages: dict[int, set[str]] = {}
-    for event in json.loads(path.read_text())["traceEvents"]:
+    for event in json.loads(path.read_text()):
         if event["ph"] == "X":
             stages.setdefault(event["pid"], set()).add(event["cat"])
     return stages
