@@ -20,7 +20,7 @@ from distcache.layout import TableSpec
 
 if TYPE_CHECKING:
     from distcache.embedding.collection import CachedCollection
-    from distcache.embedding.weights import Membership
+    from distcache.embedding.member import Membership
 
 # -----------------------------------------------------------------------------
 # Optimizers as TorchRec is given them: a class and its arguments.

@@ -27,10 +27,10 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of
+from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables
-from distcache.embedding.weights import Membership
 from distcache.engine.queue import StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables

@@ -1,0 +1,210 @@
+"""When the tables of a collection are made: as soon as its ranks, and its device, are known.
+
+A collection that is made before `init_process_group` (in a module's `__init__`, say) does not know
+yet who trains with it; one made on `meta`, or without a device, may hear later where it lies. It
+waits; the first use of any collection that waits makes the tables of all of them, in the order in
+which they were made: that order is the same on every rank, the order in which a model uses them
+need not be.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distcache.comm.rendezvous import meet
+from distcache.comm.world import current_world, require_group
+from distcache.embedding import step
+from distcache.embedding.ids import PlainTable
+from distcache.embedding.optimizer import in_backward, row_update
+from distcache.embedding.settings import NoUpdate, Recipe
+from distcache.embedding.step import CollectionTables
+from distcache.embedding.weights import draw_weights
+from distcache.errors import ConfigError, PlanError
+
+_waiting: list[weakref.ref[Membership]] = []
+"""Those that have no tables yet, in the order in which they were made."""
+
+_FIRST_USE = "a forward, a look-ahead, state_dict, load_state_dict, a table's weight"
+
+
+class Membership:
+    """Who trains the tables of a collection, and `made`, the tables once that is known.
+
+    Where torch.distributed is initialised and a device was given they are made at once, by all
+    ranks of the group; otherwise at the first use, by all ranks that there are then, or by this
+    process alone. It does not hold the collection, so that one that nobody uses is gone at the
+    same time on all ranks. `recipe`: what is known of them, by now.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
+        waits: bool,
+    ) -> None:
+        """`waits`: for the first use, whatever ranks there are."""
+        self.recipe, self._process_group, self._timeout_s = recipe, process_group, timeout_s
+        self.made: CollectionTables | None = None
+        self.weights: dict[str, Tensor] = {}
+        """The tables as parameters, once they were asked for; see `expose`."""
+        self._adopted: tuple[type, dict[str, Any]] | None = None
+        self.was_copied = False
+        """Whether a copy of the collection was made, and said what it is."""
+        self._alone, self._closed, self._error = False, False, ""
+        self._initial = draw_weights(recipe)
+        if not waits and (process_group is not None or dist.is_initialized()):
+            self._join()
+        else:
+            _waiting.append(weakref.ref(self))
+
+    @property
+    def tables(self) -> CollectionTables:
+        """The tables; makes them, and those of all collections that wait, if need be.
+
+        Called by all ranks. Raises ConfigError where this is one of several ranks that have no
+        process group, or where a group of several ranks came after the tables were made for this
+        process alone, and where there are no tables, or no device; PlanError once closed.
+        """
+        name = self.recipe.name
+        if self._closed:
+            raise PlanError(f"the {name} is closed: make a new one")
+        if self.weights:
+            self._adopt()
+        if self.made is None and not self._error:
+            self._require_tables()
+            first_use = f"the first use of a cached collection ({_FIRST_USE})"
+            require_group(first_use)
+            self.meet(first_use, "all ranks use it for the first time together", self._timeout_s)
+            if dist.is_initialized():
+                gc.collect()  # those that nobody holds any more are gone on all ranks alike
+            for own in list(_waiting):
+                member = own()
+                if member is not None and member._is_without_rows:
+                    continue  # it may have some later
+                _waiting.remove(own)
+                if member is not None and not (member._closed or member.made):
+                    member._join()
+        elif self.made and self._alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"this {name} was used before init_process_group and trains alone, but now there "
+                f"are {dist.get_world_size()} ranks, whose tables would drift apart: call "
+                f"torch.distributed.init_process_group before its first use ({_FIRST_USE})"
+            )
+        if self.made is None:
+            raise PlanError(f"the tables of this {name} could not be made: {self._error}")
+        return self.made
+
+    def meet(self, asked: str, way_out: str, limit_s: float | None = None) -> None:
+        """See `CollectionTables.meet`; also while there are no tables."""
+        if self.made is not None:
+            self.made.meet(asked, way_out, limit_s)
+        elif dist.is_initialized():
+            ranks = dist.get_process_group_ranks(self._process_group)
+            shared = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"distcache/first use/{ranks[0]}", shared)
+            place = ranks.index(dist.get_rank()), len(ranks)
+            limit_s = min(step.ALONE_S if limit_s is None else limit_s, self._timeout_s)
+            meet(store, *place, limit_s, asked, way_out)
+
+    def _require_tables(self) -> None:
+        if not self.recipe.lookups.specs:
+            raise ConfigError(f"this {self.recipe.name} has no tables (tables=[])")
+        if self._is_without_rows:
+            raise ConfigError(
+                f"this {self.recipe.name} lies on 'meta', without rows: give it a device first, by "
+                ".to(device) or to_empty(device=...)"
+            )
+
+    @property
+    def _is_without_rows(self) -> bool:
+        """Whether there are no tables to make: none at all, or none yet, on 'meta'."""
+        return self.recipe.device.type == "meta" or not self.recipe.lookups.specs
+
+    def _join(self) -> None:
+        """Make the tables; by all ranks of the group."""
+        self._alone = not dist.is_initialized()
+        try:
+            world = current_world(self.recipe.device, self._process_group, self._timeout_s)
+            with torch.inference_mode(False):  # the first use may be an evaluation
+                self.made = CollectionTables(world, self.recipe, self._initial)
+            for table in self.recipe.configs:
+                if isinstance(table, PlainTable):
+                    table.given = None  # the rows have them
+        except Exception as error:
+            self._error = str(error) or type(error).__name__
+            raise
+        finally:
+            self._initial = None
+
+    def move(self, device: torch.device) -> None:
+        """Let the tables, which are not made, lie there."""
+        self.recipe = replace(self.recipe, device=device)
+        self.recipe.show()
+
+    def draw(self) -> None:
+        """Draw the initial weights of tables that are not made from torch's generator once more,
+        as `reset_parameters` does."""
+        self._initial = draw_weights(self.recipe, self._initial, again=True)
+
+    def close(self) -> None:
+        """Let go of the tables, or of the wish to have any."""
+        self._closed = True
+        if self.made is not None:
+            self.made.close()
+
+    # --- the tables as parameters --------------------------------------------------------------
+
+    def expose(self) -> Mapping[str, Tensor]:
+        """The tables as parameters, always the same, on `meta` those without rows; by all ranks."""
+        specs, known = self.recipe.lookups.specs, self.weights
+        on_meta = self.recipe.device.type == "meta"
+        if known and all(weight.is_meta == on_meta for weight in known.values()):
+            return known
+        if on_meta:
+            other = self.recipe.settings.dtype
+            sizes = ((spec.rows, spec.dim, spec.dtype or other) for spec in specs)
+            made = [torch.empty(*size, dtype=own, device="meta") for *size, own in sizes]
+            made = [nn.Parameter(empty) for empty in made]
+        else:
+            made = self.tables.weights() if specs else []
+        self.weights = {spec.name: own for spec, own in zip(specs, made, strict=True)}
+        for name, before in known.items():  # what was said of them on meta
+            vars(self.weights[name]).update(vars(before))
+            self.weights[name].requires_grad_(before.requires_grad)
+        return self.weights
+
+    def frozen(self) -> set[str]:
+        """The tables whose parameters want no gradient."""
+        return {name for name, weight in self.weights.items() if not weight.requires_grad}
+
+    def _adopt(self) -> None:
+        """Take the optimizer that `apply_optimizer_in_backward` gave all weights, if it did; by all
+        ranks, between two steps. Raises ConfigError where there is one already."""
+        has_none = isinstance(self.recipe.update, NoUpdate)
+        found = in_backward(self.weights, partly=not has_none)
+        if found is None or found == self._adopted:
+            return
+        if not has_none:
+            raise ConfigError(
+                f"the weights of this {self.recipe.name} were given {found[0].__name__} in "
+                f"backward, but it was made with {self.recipe.update}: leave out one of them"
+            )
+        update, parameters = row_update(*found), self.recipe.parameters
+        self._adopted = found
+        self.recipe = replace(self.recipe, updates=[update], in_backward=True)
+        parameters.take([update])
+        for weight in self.weights.values():
+            for optimizer in weight._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.param_groups = parameters.groups  # its rate is the rows'
+                vars(optimizer).pop("state", None)  # as large as the table, and of no use
+        if self.made is not None:
+            self.made.take_update(self.recipe)
