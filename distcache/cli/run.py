@@ -149,7 +149,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "hardware": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
         },
         "system": platform.platform(),
@@ -166,15 +166,6 @@ def _cpu_model() -> str | None:
         names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         return names[0] if names else platform.machine()
     return platform.processor() or None
-
-
-def _memory_bytes() -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # `max` where there is none
-            return min(total, int(Path(name).read_text()))
-    return total
 
 
 def commit(checkout: Path) -> dict[str, Any] | None:

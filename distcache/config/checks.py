@@ -45,12 +45,6 @@ def refuse_if(wrong: object, text: str) -> None:
 
 CRITEO_TABLES, CRITEO_DENSE = 26, 13
 
-GONE = {
-    "data.batching=split": "a hot and a cold part of each step made it a seventh to a quarter "
-    "slower; leave the key out, or give data.batching=hot_cold, whose hot batches move no rows",
-}
-"""Values that there were, and why they went."""
-
 _ENDS = {"(0": "above 0", "[0": "at least 0", "1)": "below 1", "1]": "at most 1"}
 
 
@@ -87,8 +81,6 @@ def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
 def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        gone = GONE.get(f"{key}={value}")
-        refuse_if(gone, f"{key}={value} is no longer there: {gone}")
         raise ConfigError(f"{key}={value} is unknown: choose {' or '.join(allowed)}")
 
 

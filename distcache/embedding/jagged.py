@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcache.embedding.collection import CachedCollection, as_node, is_traced
-from distcache.embedding.ids import Lookups
-from distcache.embedding.theirs import (
+from distcache.embedding.ids import (
     EmbeddingBagCollectionInterface,
     EmbeddingBagConfig,
     EmbeddingCollectionInterface,
@@ -23,6 +22,7 @@ from distcache.embedding.theirs import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
+    Lookups,
 )
 from distcache.engine.gradients import to_device
 from distcache.errors import ConfigError, PlanError

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distcache import optim
+from distcache.embedding.ids import KeyedOptimizer, RowWiseAdagrad, optimizers
 from distcache.embedding.settings import NoUpdate
-from distcache.embedding.theirs import KeyedOptimizer, RowWiseAdagrad, optimizers
 from distcache.engine.whole import Part
 from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec
