@@ -434,7 +434,11 @@ def _trainer(config: Config) -> Refusals:
 def _precision_and_start(trainer: TrainerConfig) -> Refusals:
     source, names = trainer.init_from, trainer.init_names
     wasted = trainer.amp != "off" and trainer.dtype != "float32"
+    no_folder = trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir()
     return {
+        # Before run.overwrite removes what is in the run folder.
+        f"trainer.resume={trainer.resume} is no folder: give a run folder or one of its "
+        "checkpoints/, auto or never": no_folder,
         f"trainer.init_from={source} is no folder: give a run folder, one of its checkpoints/, or "
         "a folder of *.safetensors": source is not None and not Path(source).is_dir(),
         f"trainer.init_names={names}: give {{table: its name in trainer.init_from}}": (

@@ -151,11 +151,21 @@ class StateValue:
         return state[:, self._columns]
 
     def load_state_dict(self, value: Tensor) -> None:
-        """Take it back, between two steps; PlanError inside one."""
+        """Take it back, between two steps. Raises PlanError inside one, ConfigError for a value of
+        another shape."""
+        tables = self._member.tables
+        tables.require_between_steps("loading")
         if self._columns is None:
-            self._member.tables.counts[self._index] = int(value)
-        else:
-            self._member.tables.replace([(self._index, self._columns, value)], is_state=True)
+            tables.counts[self._index] = int(value)
+            return
+        table, columns = tables.tables[self._index], self._columns
+        if value.shape != (table.rows, columns.stop - columns.start):  # which could be spread
+            raise ConfigError(
+                f"table {table.name!r}: optimizer state of {tuple(value.shape)}, but "
+                f"{type(self._member.recipe.update).__name__} keeps "
+                f"{(table.rows, columns.stop - columns.start)}: load that of the same optimizer"
+            )
+        tables.replace([(self._index, columns, value)], is_state=True)
 
 
 class TableState(Mapping[str, StateValue]):

@@ -55,7 +55,8 @@ class CacheSettings(CacheConfig):
         for own in fields(self):
             value, bound = getattr(self, own.name), own.metadata.get("least")
             whole = type(value) is int and value >= (bound or 0)
-            if bound is not None and value is not None and not whole:
+            is_open = value is None and own.default is None
+            if bound is not None and not (whole or is_open):
                 raise ConfigError(
                     f"{own.name}={value!r} must be a whole number of at least {bound}"
                 )

@@ -134,7 +134,8 @@ class Reader(Generic[T]):
     """The user's batches as the planner reads them, from its thread, and the pipeline's threads,
     which may be halted and started again, from batches that were kept.
 
-    `kept`: the batches read by plan; `exhausted`: whether the last of them has been read.
+    `kept`: the batches read by plan; `exhausted`: whether the last of them has been read. An error
+    in the place of a batch stays there, however often the threads are started again.
     """
 
     def __init__(
@@ -165,15 +166,18 @@ class Reader(Generic[T]):
         ahead = self.kept.get(self._next)
         if ahead is None:
             if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            if self._iterator is None:
-                self._iterator = iter(self._batches)
-            batches = list(itertools.islice(self._iterator, self._accumulate))
+                raise self._error
+            try:
+                if self._iterator is None:
+                    self._iterator = iter(self._batches)
+                batches = list(itertools.islice(self._iterator, self._accumulate))
+                reads = [self.reader.read(self._find(batch)) for batch in batches]
+            except Exception as error:
+                self._error = error
+                raise
             if not batches:
                 self.exhausted = True
                 raise StopIteration
-            reads = [self.reader.read(self._find(batch)) for batch in batches]
             ahead = self.kept[self._next] = Kept(batches, reads)
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
@@ -199,10 +203,7 @@ class Reader(Generic[T]):
         where there are none, or an error comes in their place: at their turn, on all ranks."""
         try:
             ids = len(next(self).ids.values)
-        except StopIteration:
-            return 0, 0
-        except Exception as error:
-            self._error = error
+        except Exception:  # or none, which comes again
             return 0, 0
         self._next = 0
         return ids, sum(bytes_of(batch) for batch in self.kept[0].batches)
@@ -239,6 +240,7 @@ class Reader(Generic[T]):
         except Exception as error:
             log.warning("a look-ahead did not end in order: %s", error)
         finally:
+            self._error = None  # whose traceback holds this reader, and the loop
             stream, self.stream = self.stream, None
             if stream is not None:
                 stream.tell()
@@ -332,6 +334,8 @@ class Lookahead(Generic[T]):
         before, several = self._epochs, len(self._collections) > 1
         if self._current is not None:
             if isinstance(self._batches, Iterator) and not before[0].exhausted:
+                # A generator that an error has ended would say that no batch is left.
+                self._current = _in_step(before) if several else before[0]
                 return self._current
             self._had_batches |= before[0].count > 0
             left = [epoch.replace() for epoch in before]

@@ -55,6 +55,7 @@ REFUSED = {
     "optim=adam optim.l1=0.1": ("optim.l1=0.1 is a key of optim=ftrl", "optim=adam"),
     "optim.warmup_steps=10 optim.decay_start=5 optim.decay_steps=9": ("optim.decay_start=5", "10"),
     "trainer.amp=bf16 trainer.dtype=float64": ("trainer.amp=bf16", "trainer.dtype=float32"),
+    "trainer.resume=/no/such/run": ("trainer.resume=/no/such/run is no folder", "run folder"),
     "trainer.steps=null": ("trainer.steps=null", "data.samples=<"),
     "trainer.eval_every=5 trainer.eval_steps=0": ("trainer.eval_every=5", "eval_steps=<"),
     "trainer.log_level=loud": ("trainer.log_level=LOUD", "DEBUG"),

@@ -320,6 +320,8 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"rows": True}, "rows=True must be a whole number"),
         ({"batch_size": -1}, "batch_size=-1 must be a whole number of at least 1"),
         ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"prefetch": None}, "prefetch=None must be a whole number of at least 0"),
+        ({"prefetch": True}, "prefetch=True must be a whole number of at least 0"),
         ({"statistics": 5}, "statistics=5 is neither a folder nor"),
         ({"placement": "mixed"}, "needs to know how often rows are looked up"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite=ignore"),

@@ -39,7 +39,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 import distcache
 from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection, lookahead, optim
 from distcache.embedding.optimizer import row_update
-from distcache.errors import ConfigError, PeerError
+from distcache.errors import ConfigError, PeerError, PlanError
 
 GIVEN = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}, optim.SGD(0.1)),
@@ -319,6 +319,28 @@ def test_it_is_one_of_torchrecs_combined_optimizers_and_resumes_exactly() -> Non
     third.optimizer.load_state_dict(copy.deepcopy(own))
     warm.post_load_state_dict()
     assert third.tables.counts == [5] * 4 and warm.param_groups[0]["lr"] == rates[4]
+
+
+@pytest.mark.usefixtures("kind")
+def test_a_combined_optimizer_takes_nothing_inside_a_step_nor_of_another_shape() -> None:
+    found = {}
+    for name in ("adagrad", "rowwise_adagrad", "sgd"):
+        ebc = cached(name)
+        model = dlrm(ebc)
+        both = combined(ebc, model)
+        loss_of(model, batches(1)[0]).backward()
+        both.step()
+        found[name] = ebc, model, both, copy.deepcopy(both.state_dict())
+    for name, (ebc, model, both, state) in found.items():
+        loss_of(model, batches(1)[0]).backward()
+        ebc.tables.counts = [7] * len(ebc.tables.counts)
+        with pytest.raises(PlanError, match="row gradients wait"):
+            both.load_state_dict(state)
+        assert set(ebc.tables.counts) == {7}, name  # nothing was taken
+        both.zero_grad()
+    *_, both, _ = found["adagrad"]
+    with pytest.raises(ConfigError, match=r"state of \(\d+, 1\), but Adagrad keeps"):
+        both.load_state_dict(found["rowwise_adagrad"][3])  # would fill a row with one value
 
 
 @pytest.mark.usefixtures("kind")

@@ -119,6 +119,30 @@ def test_each_batch_is_taken_once_and_errors_come_at_their_turn() -> None:
     ahead.close()
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.usefixtures("one_thread")
+def test_errors_stay_where_they_are_when_planning_begins_anew(several: bool) -> None:
+    def some():
+        yield from batches(3)
+        raise ValueError("no more disks")
+
+    model, seen = Three(), 0
+    model.requires_grad_(False)
+    ahead = lookahead(some(), [model.first, model.third] if several else model.third)
+    with pytest.raises(ValueError, match="no more disks"):
+        for batch in ahead:
+            if several:
+                model.first(batch.sparse_features)
+            model.third(batch.sparse_features)
+            seen += 1
+            with torch.no_grad():  # what is planned ahead, the error too, is planned again
+                model.third.embeddings["s"].weight[3] = 0.5
+    assert seen == 3
+    for _ in range(2):
+        with pytest.raises(PlanError, match="an epoch of this look-ahead has no batch"):
+            list(ahead)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_epochs_end_and_begin_for_all() -> None:
     model = Three()

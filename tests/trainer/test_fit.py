@@ -753,7 +753,7 @@ WRONG = [
     ({"cache.policy": "static"}, r"cache.policy=static .* give settings"),
     ({"trainer.eval_every": 3}, "there is no eval_loader"),
     ({"data.batching": "hot_cold", "cache.statistics": "x"}, OF_OWN),
-    ({"trainer.resume": "/no/such/run"}, "there is no such folder"),
+    ({"trainer.resume": "/no/such/run"}, "trainer.resume=/no/such/run is no folder"),
 ]
 
 
