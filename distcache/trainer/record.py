@@ -6,11 +6,10 @@ import json
 import logging
 import math
 import os
-import random
 import tempfile
 import time
 import zlib
-from array import array
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -188,23 +187,21 @@ WARM_UP_STEPS = 10
 """First steps of a process that count for no time: warm-up of caches and allocators."""
 
 KEPT = 65_536
-"""Intervals that are kept; of more than these, as many drawn at random from all."""
+"""Intervals that are kept: the last ones."""
 
 
 class StepTimes:
     """Host times of training steps, in memory that does not grow with them.
 
     An interval reaches from the end of the step (or evaluation) before to the end of this one,
-    waits for batches and plans included; samples are those of all ranks. Exact up to `KEPT` steps.
-    Beyond, `kept` is a uniform sample of all intervals (Vitter's algorithm R, from a fixed seed),
-    whose median has its place among all within 0.4 percentile points nineteen times in twenty;
-    count and sum stay exact.
+    waits for batches and plans included; samples are those of all ranks. Count and sum are of all
+    steps, `kept` is of the last `KEPT`.
     """
 
     def __init__(self, skip: int = WARM_UP_STEPS, keep: int = KEPT) -> None:
-        self.kept = array("d")
+        self.kept = deque[float](maxlen=keep)
         self.count, self.total, self._samples = 0, 0.0, 0
-        self._skip, self._keep, self._random = skip, keep, random.Random(0)
+        self._skip = skip
         self._recent = (0, 0.0, 0)  # steps, seconds, samples
 
     def add(self, interval_s: float, samples: int) -> None:
@@ -217,10 +214,7 @@ class StepTimes:
         self.count += 1
         self.total += interval_s
         self._samples += samples
-        if len(self.kept) < self._keep:
-            self.kept.append(interval_s)
-        elif (place := self._random.randrange(self.count)) < self._keep:
-            self.kept[place] = interval_s
+        self.kept.append(interval_s)
 
     def step_ms(self) -> dict[str, float | None]:
         """`median` and `p90` of the intervals in milliseconds, linear between neighbours, without
@@ -302,8 +296,7 @@ class Progress(AbstractContextManager):
 
     def _write(self, values: dict[str, Any]) -> str:
         """Add a line; of how many steps it is, for the screen."""
-        if self._file is not None:
-            self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
+        self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
         done = f"step {values['step']:,}"
         return done if self._steps is None else f"{done}/{self._steps:,}"
 

@@ -100,23 +100,12 @@ def test_exact_while_all_are_kept_and_without_the_first() -> None:
     assert found.count == 100
 
 
-def test_beyond_that_a_uniform_sample() -> None:
-    """Values 0 to N - 1, so that a value is its own place among all; in rising order, as when a
-    run grows slower, and in random order."""
-    keep, many = 1_000, 50_000
-    shuffled = list(range(many))
-    random.Random(2).shuffle(shuffled)
-    for values in (range(many), shuffled):
-        found = StepTimes(skip=0, keep=keep)
-        for value in values:
-            found.add(float(value), 1)
-        assert len(found.kept) == keep and len(set(found.kept)) == keep
-        assert (found.count, found.total) == (many, many * (many - 1) / 2)
-        for share, place in zip((0.5, 0.9), found.step_ms().values(), strict=True):
-            deviation = (share * (1 - share) / keep) ** 0.5
-            assert abs(place / 1e3 / many - share) < 4 * deviation
-        eighths = np.histogram(found.kept, 8, (0, many))[0]
-        assert np.abs(eighths - keep / 8).max() < 4 * (keep / 8 * 7 / 8) ** 0.5
+def test_beyond_that_the_last() -> None:
+    found = StepTimes(skip=0, keep=1_000)
+    for value in range(50_000):
+        found.add(float(value), 1)
+    assert list(found.kept) == list(range(49_000, 50_000))
+    assert (found.count, found.total) == (50_000, 50_000 * 49_999 / 2)
 
 
 TENTHS = [float(torch.tensor(share)) for share in (0.1, 0.2, 0.7)]  # float32, as a model's
