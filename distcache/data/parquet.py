@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -484,13 +485,12 @@ class ParquetSource(SlicedSource):
         super().__init__(train, int(rows.sum()) - train, spec.global_batch_size)
         self.vocabulary = f"parquet columns, strings by {spec.string_ids}"
         self.identity = self._identity(train)
-        # Those of the largest window, and one more.
-        kept = 1 + -(-self.order.widest // int(rows.mean()))
-        self._ids = lru_cache(kept)(partial(_ids_of, self.files))
-        self._rest = lru_cache(kept)(partial(_dense_of, self.files))
+        kept = self.order.widest + int(rows.max())  # those of the largest window, and one more
+        self._ids = RecentGroups(kept, rows, partial(_ids_of, self.files))
+        self._rest = RecentGroups(kept, rows, partial(_dense_of, self.files))
         logger.info(
             "%d Parquet files with %d row groups: %d samples train, %d are held out; a rank keeps "
-            "at most %d decoded row groups",
+            "at most %d decoded samples",
             *(len(files), len(groups), train, int(rows.sum()) - train, kept),
         )
         if self.files.unchecked:
@@ -561,6 +561,35 @@ class ParquetSource(SlicedSource):
         places = np.split(np.argsort(groups, kind="stable"), np.cumsum(counts)[:-1])
         inside = [samples[at] - self._edges[group] for group, at in zip(used, places, strict=True)]
         return used.tolist(), places, inside
+
+
+class RecentGroups:
+    """Decoded row groups, by number: those that were asked for last, of at most `samples` samples
+    in all, and always one. Their sizes may differ much: a number of groups would say nothing.
+
+    For several threads; each is decoded once at a time, `decoded` says how often any was.
+    """
+
+    def __init__(self, samples: int, rows: np.ndarray, decode: Callable[[int], Any]) -> None:
+        """`rows`: samples of each row group, int64."""
+        self._samples, self._rows, self._decode = samples, rows, decode
+        self._held, self._lock, self.decoded = dict[int, Any](), threading.Lock(), 0
+
+    @property
+    def held(self) -> int:
+        """Samples that are here."""
+        return int(self._rows[list(self._held)].sum())
+
+    def __call__(self, group: int) -> Any:
+        """The row group of this number."""
+        with self._lock:
+            found = self._held.pop(group, None)
+            if found is None:
+                while self._held and self.held + self._rows[group] > self._samples:
+                    del self._held[next(iter(self._held))]  # asked for longest ago
+                found, self.decoded = self._decode(group), self.decoded + 1
+            self._held[group] = found
+            return found
 
 
 def _ids_of(files: ParquetFiles, index: int) -> list[BagColumn]:

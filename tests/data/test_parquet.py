@@ -174,14 +174,27 @@ def test_a_rank_reads_the_row_groups_of_its_slices(tmp_path):
         stream = source(tmp_path / "a.parquet", **how)
         for step in range(10):
             stream.train_batch(step, rank, 2)
-        decoded.append(stream._ids.cache_info().misses)
-        assert stream._rest.cache_info() == stream._ids.cache_info()
-        assert stream._ids.cache_info().maxsize == 10  # of a window of at most 90 samples, and one
+        decoded.append(stream._ids.decoded)
+        assert stream._rest.decoded == stream._ids.decoded
+        assert stream._ids.held <= 100  # of a window of at most 90 samples, and one
     for step in range(10):
         alone.train_batch(step, 0, 1)
-    assert alone._ids.cache_info().misses == 40  # each row group once
-    assert not alone._rest.cache_info().misses  # dense features are read when a batch is loaded
+    assert alone._ids.decoded == 40  # each row group once
+    assert not alone._rest.decoded  # dense features are read when a batch is loaded
     assert max(decoded) < 30
+
+
+def test_row_groups_of_uneven_sizes_are_decoded_once_within_the_samples_of_a_window(tmp_path):
+    for at in range(3):
+        write(tmp_path / f"{at}.parquet", columns(400, seed=at), group=400)
+        write(tmp_path / f"{at}-small.parquet", columns(80, seed=9 + at), group=4)
+    stream = source(tmp_path / "*.parquet", make=ParquetSource, batch=40, shuffle_rows=80)
+    most = []
+    for step in range(stream.steps_per_epoch):
+        stream.train_batch(step, 0, 1)
+        most.append(stream._ids.held)
+    assert max(most) <= 80 + 400 + 400  # of three that have 400
+    assert stream._ids.decoded <= 3 + 3 * 20
 
 
 NOT_FLOAT32 = r"row 3, column 'x': .* is not a finite number of float32"
