@@ -575,17 +575,12 @@ class RecentGroups:
         self._samples, self._rows, self._decode = samples, rows, decode
         self._held, self._lock, self.decoded = dict[int, Any](), threading.Lock(), 0
 
-    @property
-    def held(self) -> int:
-        """Samples that are here."""
-        return int(self._rows[list(self._held)].sum())
-
     def __call__(self, group: int) -> Any:
         """The row group of this number."""
         with self._lock:
             found = self._held.pop(group, None)
             if found is None:
-                while self._held and self.held + self._rows[group] > self._samples:
+                while self._held and self._rows[[*self._held, group]].sum() > self._samples:
                     del self._held[next(iter(self._held))]  # asked for longest ago
                 found, self.decoded = self._decode(group), self.decoded + 1
             self._held[group] = found
