@@ -22,8 +22,7 @@ from distcache.planner import loops, request_loops
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, one_piece
 from distcache.planner.shard import HotRows
-from distcache.planner.threads import Threads
-from distcache.planner.victims import ByCount
+from distcache.planner.victims import ByCount, Threads
 
 
 def by_all(call, *arguments, written: int | None = None) -> object:
