@@ -66,19 +66,14 @@ def output_folder(given: str, default: str) -> Path:
     return Path(given or f"{default}{datetime.now():%Y-%m-%d_%H-%M-%S}")
 
 
-def open_folder(folder: Path, key: str) -> bool:
-    """Make the folder that a user gave as `key`; whether there was none.
-
-    Raises ConfigError where that is not possible.
-    """
-    new = not folder.exists()
+def open_folder(folder: Path, key: str) -> None:
+    """Make the folder that a user gave as `key`; ConfigError where that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{key}={folder} cannot be written ({error.strerror}): name another folder"
         ) from error
-    return new
 
 
 # -----------------------------------------------------------------------------
@@ -145,9 +140,10 @@ def describe_environment(world_size: int) -> dict[str, Any]:
 
     versions = {name: text for name, text in versions_here().items() if text != NOT_INSTALLED}
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "hardware": {
-            "cpu": _cpu_model(),
+            "cpu": models[0] if models else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
@@ -159,13 +155,6 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": world_size,
     }
-
-
-def _cpu_model() -> str | None:
-    with suppress(OSError):
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        return names[0] if names else platform.machine()
-    return platform.processor() or None
 
 
 def commit(checkout: Path) -> dict[str, Any] | None:

@@ -165,11 +165,9 @@ def tracing(
             collect(folder, world.size)
 
 
-def collect(folder: Path, size: int) -> Path | None:
-    """Join the parts of `size` ranks in `folder` into the trace, and remove them; rank 0 alone.
-
-    None, and the parts stay, where the file cannot be written.
-    """
+def collect(folder: Path, size: int) -> None:
+    """Join the parts of `size` ranks in `folder` into the trace, and remove them, or where the file
+    cannot be written leave them; rank 0 alone."""
     parts = [part_of(folder, rank) for rank in range(size)]
     try:
         size_bytes = sum(part.stat().st_size for part in parts)
@@ -179,10 +177,9 @@ def collect(folder: Path, size: int) -> Path | None:
             part.unlink()
     except OSError as error:
         logger.warning("the trace is not joined, its parts stay in %s: %s", folder, error)
-        return None
+        return
     shown = f"{path.stat().st_size / 2**20:.1f} MiB"
     logger.info("trace of %d rank(s): %s (%s), for ui.perfetto.dev", len(parts), path, shown)
-    return path
 
 
 def join(parts: Sequence[Path], path: Path) -> None:

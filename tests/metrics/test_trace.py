@@ -175,14 +175,16 @@ def test_what_a_killed_rank_wrote_is_kept(tmp_path) -> None:
         file.write('{"name":"torn')
     assert len(spans_of(read_part(tmp_path, 1))["rank 1", "training"]) == 6
     part(tmp_path).close()
-    assert collect(tmp_path, 2) == tmp_path / "trace.json"
+    collect(tmp_path, 2)
+    assert (tmp_path / "trace.json").exists()
     assert len(spans_of(read(tmp_path))["rank 1", "training"]) == 6
 
 
 def test_large_traces_are_packed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trace, "LARGE_BYTES", 1_000)
     part(tmp_path, steps=20).close()
-    assert collect(tmp_path, 1) == tmp_path / "trace.json.gz"
+    collect(tmp_path, 1)
+    assert (tmp_path / "trace.json.gz").exists()
     assert len(spans_of(read(tmp_path))["rank 0", "training"]) == 40
 
 
@@ -200,7 +202,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trace, "join", fails)
-    assert collect(tmp_path, 1) is None
+    collect(tmp_path, 1)
     assert "its parts stay" in caplog.text and part_of(tmp_path, 0).exists()
 
 
