@@ -545,7 +545,7 @@ class CollectionTables:
         self.engine.forget()
         return self.whole
 
-    # --- weights as parameters, see `embedding.weights` -----------------------------------------
+    # --- weights as parameters, see `open_step.TableWeight` -------------------------------------
 
     @torch.inference_mode(False)
     def weights(self) -> list[TableWeight]:
