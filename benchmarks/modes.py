@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,10 @@ from distcache.data.batch import Batch
 from distcache.engine.step import Flight
 from distcache.engine.tables import all_of
 from distcache.optim import dense_optimizer
+from distcache.parallel import hybrid
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
 from distcache.parallel.hybrid import HybridModel, HybridParallel, jagged, summing_hook
-from distcache.parallel.hybrid import build as build_hybrid
 from distcache.step_plan import StepPlan
 from distcache.trainer import build
 
@@ -159,7 +160,8 @@ class Pipelined(Contender):
     ) -> None:
         source, tables, model = parts
         spec = build.hybrid_spec(config, world, tables, source)
-        dmp = build_hybrid(world, spec, model, PipelinedModel)
+        with mock.patch.object(hybrid, "HybridModel", PipelinedModel):
+            dmp = hybrid.build(world, spec, model)
         comm_ops.set_gradient_division(False)
         wrapped: Any = dmp._dmp_wrapped_module
         wrapped.register_comm_hook(world.device_group, summing_hook(CollectiveCounters()))

@@ -371,10 +371,6 @@ def make_plan(request: Request) -> Plan:
     return Plan(request, here, points, warnings)
 
 
-if __name__ == "__main__":
-    leave(main())
-
-
 # -----------------------------------------------------------------------------
 # What the threads of a host take on this machine: its planner, timed at work, and its copies.
 
@@ -495,3 +491,7 @@ def _row_seconds(world: World, dim: int) -> float:
     some = np.empty((len(rows), dim), dtype=np.float32)
     gathered = timed(world, lambda: take_rows(table, rows, some))
     return (gathered + timed(world, lambda: put_rows(table, rows, some))) / (2 * len(rows))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cost_cases import BAGS, BATCH, cluster, demand, settings
 
-from distcache.cli import host_times
+from distcache.cli import plan_run as host_times
 from distcache.cli.compose import read_line
 from distcache.cli.plan_run import Options, parse_request
 from distcache.comm.world import close_world, open_world

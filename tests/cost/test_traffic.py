@@ -46,7 +46,7 @@ def test_tables_too_small_for_row_shards_stay_whole() -> None:
 def test_one_rank_sends_nothing() -> None:
     for placement in (*CACHED, *HYBRID):
         alone = predict(placement, demand(1), cluster(1), settings(dense_parameters=1000))
-        assert alone.collective_bytes == 0 and alone.traffic.dense_bytes == 0
+        assert alone.traffic.collective_bytes == 0 and alone.traffic.dense_bytes == 0
         assert alone.time.exposed == alone.time.hidden == 0
 
 

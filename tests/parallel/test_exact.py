@@ -267,7 +267,11 @@ def test_native_reduction_agrees_up_to_summation_order() -> None:
 
 def test_the_stages_of_placements_work_on_one_rank_too(world, monkeypatch) -> None:
     """Where one rank is its rows' only home; runs on a GPU of what one rank can run rely on it."""
-    monkeypatch.setattr(Placement, "on", lambda self, world: self)
+    monkeypatch.setattr(
+        CachedSettings,
+        "placed",
+        lambda self, world: self.placement if self.mode == "data" else Placement(),
+    )
     case = scenario("adam")
     jobs = [Job(case, CachedSettings("resident")), *others(case, 1)[-len(KINDS) :]]
     outcomes = [run_job(world, job) for job in jobs]
