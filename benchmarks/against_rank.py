@@ -311,7 +311,7 @@ class OnlyPlans:
     def __init__(self, pace: Pace) -> None:
         self._pace, taken = pace, pace.taken
         with contextlib.suppress(AttributeError):
-            threads = found_in("Threads", "distcache.planner.victims", "distcache.planner.home")
+            threads = found_in("Threads", "distcache.planner.threads", "distcache.planner.home")
             threads.each = self._each(threads.each)
         check = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
         check.__call__ = timed(check.__call__, lambda ms: self._add(reading=ms))

@@ -51,7 +51,8 @@ from distcache.models import build_model
 from distcache.ops.reference import put_rows, take_rows
 from distcache.optim import RowUpdate, row_update
 from distcache.planner.home import ResidentPlanner
-from distcache.planner.victims import DEFAULT, Threads, auto_lookahead
+from distcache.planner.threads import Threads
+from distcache.planner.victims import DEFAULT, auto_lookahead
 from distcache.popularity.slots import cache_slots, given_rows
 from distcache.popularity.statistics import read_statistics
 from distcache.store.rows import ACCESS, ZERO_COPY

@@ -27,7 +27,8 @@ from distcache.errors import ConfigError, PeerError
 from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.shard import ShardParts, nothing
-from distcache.planner.victims import Policy, Threads
+from distcache.planner.threads import Threads
+from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 log = logging.getLogger(__name__)

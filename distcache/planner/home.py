@@ -22,7 +22,8 @@ import numpy as np
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner import loops, request_loops
-from distcache.planner.victims import ALONE, AUTO, DEFAULT, PINNED, Policy, grouped, make_ranking
+from distcache.planner.threads import ALONE
+from distcache.planner.victims import AUTO, DEFAULT, PINNED, Policy, grouped, make_ranking
 
 if TYPE_CHECKING:
     from distcache.planner.shard import HotRows

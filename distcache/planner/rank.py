@@ -14,7 +14,7 @@ from distcache.layout import RowLayout
 from distcache.planner import request_loops as loops
 from distcache.planner.home import HomeDecision, Parts
 from distcache.planner.shard import FETCHED, HotRows, ShardParts, as_tensor, shard_plan
-from distcache.planner.victims import ALONE, Threads
+from distcache.planner.threads import ALONE, Threads
 from distcache.step_plan import StepPlan
 
 

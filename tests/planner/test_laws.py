@@ -20,7 +20,8 @@ from distcache.errors import PlanError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
-from distcache.planner.victims import POLICIES, Policy, Threads
+from distcache.planner.threads import Threads
+from distcache.planner.victims import POLICIES, Policy
 from distcache.step_plan import StepPlan, check_plan_fully
 
 LAGS = st.one_of(st.just([]), st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=14, max_size=14))

@@ -22,7 +22,8 @@ from distcache.planner import loops, request_loops
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, one_piece
 from distcache.planner.shard import HotRows
-from distcache.planner.victims import ByCount, Threads
+from distcache.planner.threads import Threads
+from distcache.planner.victims import ByCount
 
 
 def by_all(call, *arguments, written: int | None = None) -> object:
