@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distcache.comm.link import agree_on, on_first, together
 from distcache.embedding.ids import IdReader, KeyedJaggedTensor, checked_configs, lookups_of
 from distcache.embedding.member import Membership
-from distcache.embedding.open_step import OpenStep, TableView
+from distcache.embedding.open_step import OpenStep
 from distcache.embedding.optimizer import RowOptimizer, chosen_update
 from distcache.embedding.settings import (
     CacheSettings,
@@ -31,6 +31,7 @@ from distcache.embedding.settings import (
     concrete_device,
 )
 from distcache.embedding.step import CollectionTables
+from distcache.embedding.weights import TableView
 from distcache.engine.tracing import tracing
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.optim import by_table

@@ -23,10 +23,10 @@ from distcache.comm.rendezvous import meet
 from distcache.comm.world import current_world, require_group
 from distcache.embedding import step
 from distcache.embedding.ids import PlainTable
-from distcache.embedding.open_step import draw_weights
 from distcache.embedding.optimizer import in_backward, row_update
 from distcache.embedding.settings import NoUpdate, Recipe
 from distcache.embedding.step import CollectionTables
+from distcache.embedding.weights import draw_weights
 from distcache.errors import ConfigError, PlanError
 
 _waiting: list[weakref.ref[Membership]] = []

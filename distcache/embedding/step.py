@@ -27,14 +27,9 @@ from distcache.comm.rendezvous import meet, record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
-from distcache.embedding.open_step import (
-    DRAWN_BYTES,
-    EarlierSteps,
-    OpenStep,
-    TableRows,
-    TableWeight,
-)
+from distcache.embedding.open_step import EarlierSteps, OpenStep
 from distcache.embedding.settings import Recipe, library_words
+from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
 from distcache.engine.planning import planner_threads
 from distcache.engine.step import APPLY, Flight, StageClock, record
