@@ -58,7 +58,7 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
         (name,) = given.tables
         rows = {name: read_ids(Path(given.rows), chosen[name].shape[0])}
     if given.since:
-        from distcache.trainer.saving import weights_since
+        from distcache.trainer.weights import weights_since
 
         since, older = tables_of("since", given.since)
         known, rows = weights_since(folder, since), {}
@@ -75,7 +75,7 @@ def tables_of(key: str, path: str) -> tuple[Path, dict[str, Stored]]:
     """The checkpoint that `key` names, and its weights by table."""
     # Imported here: `--help` needs no trainer.
     from distcache.trainer.checkpoint import find
-    from distcache.trainer.saving import checkpoint_values
+    from distcache.trainer.weights import checkpoint_values
 
     try:
         folder = find(Path(path))

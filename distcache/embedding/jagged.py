@@ -271,7 +271,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
     @property
     def embedding_bags(self) -> nn.ModuleDict:
         """The tables by name, each with its `weight`, to be read and written at any time between
-        two steps, see `open_step.TableWeight`; by all ranks. They are no modules of the
+        two steps, see `embedding.weights.TableWeight`; by all ranks. They are no modules of the
         collection, so that its parameters do not have them. Raises PlanError on several nodes."""
         return self._table_views()
 

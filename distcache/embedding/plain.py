@@ -203,7 +203,7 @@ class CachedModule(CachedCollection):
     @property
     def weight(self) -> Tensor:
         """The table `[num_embeddings, embedding_dim]` in host memory, to be read and written
-        between two steps, by all ranks; see `open_step.TableWeight`. No parameter of the
+        between two steps, by all ranks; see `embedding.weights.TableWeight`. No parameter of the
         module. Raises PlanError on several nodes."""
         return self._table_views()[self._table.name].weight
 

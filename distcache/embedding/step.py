@@ -540,7 +540,7 @@ class CollectionTables:
         self.engine.forget()
         return self.whole
 
-    # --- weights as parameters, see `open_step.TableWeight` -------------------------------------
+    # --- weights as parameters, see `embedding.weights` -----------------------------------------
 
     @torch.inference_mode(False)
     def weights(self) -> list[TableWeight]:

@@ -58,8 +58,9 @@ from distcache.trainer.record import (
     announce_stop,
     plain,
 )
-from distcache.trainer.saving import Keeping, Saver, init_from
+from distcache.trainer.saving import Keeping, Saver
 from distcache.trainer.schedule import Phase, PhasedSchedule, Schedule, arrange, make_schedule
+from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
 logger = logging.getLogger(__name__)

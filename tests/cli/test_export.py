@@ -29,7 +29,7 @@ from distcache.store import table_files
 from distcache.store.table_files import Stored, read_safetensors
 from distcache.trainer import checkpoint
 from distcache.trainer.checkpoint import TrainerState
-from distcache.trainer.saving import checkpoint_values, init_from
+from distcache.trainer.weights import checkpoint_values, init_from
 
 NAMES = [spec.name for spec in TABLES]
 

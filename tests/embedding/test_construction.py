@@ -34,7 +34,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTen
 
 import distcache
 from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection, lookahead
-from distcache.embedding import open_step
+from distcache.embedding import weights
 from distcache.errors import ConfigError, PlanError
 
 PAIRS = {
@@ -102,10 +102,10 @@ def test_initial_rows_and_the_generator_are_torchrecs(kind, init, dtype) -> None
 
 def test_beyond_a_size_rows_are_drawn_by_seed(kind, monkeypatch, caplog) -> None:
     numbers = sum(table.num_embeddings * 8 for table in configs())
-    assert open_step.DRAWN_BYTES == 256 << 20
+    assert weights.DRAWN_BYTES == 256 << 20
     seeded, make = weights_of(cached(seed=0)), partial(cached, seed=None)
     for limit, by_seed in ((numbers * 4, False), (numbers * 4 - 1, True)):
-        monkeypatch.setattr(open_step, "DRAWN_BYTES", limit)
+        monkeypatch.setattr(weights, "DRAWN_BYTES", limit)
         torch.manual_seed(1)
         before = torch.get_rng_state()
         with caplog.at_level(logging.INFO):

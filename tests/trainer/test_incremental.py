@@ -34,8 +34,9 @@ from distcache.store.table_files import read_safetensors
 from distcache.trainer import checkpoint, saving
 from distcache.trainer.checkpoint import BlockSavePlanner
 from distcache.trainer.manifest import MANIFEST, Manifest, rests_on
-from distcache.trainer.saving import Keeping, checkpoint_values
+from distcache.trainer.saving import Keeping
 from distcache.trainer.trainer import Run
+from distcache.trainer.weights import checkpoint_values
 
 STEPS = 30
 CASE = Scenario((*TABLES, table("e", 900)), *OPTIMIZERS["adam"], global_batch=16, steps=STEPS)
