@@ -38,7 +38,6 @@ from distcache.cli.run import (
     Table,
     describe_environment,
     draw,
-    human_bytes,
     open_folder,
     output_folder,
     percent,
@@ -47,6 +46,7 @@ from distcache.cli.run import (
     write_report,
 )
 from distcache.data.files import write_json
+from distcache.errors import human_bytes
 from distcache.popularity.curve import TOP_SHARES, TableProfile
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Outcome

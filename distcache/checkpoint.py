@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from distcache.cli.run import human_bytes
 from distcache.config import option
-from distcache.errors import ConfigError, DataError
+from distcache.errors import ConfigError, DataError, human_bytes
 
 if TYPE_CHECKING:
     from distcache.cli.compose import Line

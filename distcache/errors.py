@@ -49,3 +49,13 @@ class NonFiniteLossError(DistcacheError):
 
 class PlanError(DistcacheError):
     """A plan breaks a law, or a batch does not match its plan."""
+
+
+def human_bytes(count: float, digits: int = 1) -> str:
+    """A byte count in a unit that reads well."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.{digits}f} PiB"

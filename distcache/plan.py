@@ -20,10 +20,11 @@ from typing import Any
 
 from distcache.cli.compose import Line, run_command
 from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, parse_request
-from distcache.cli.run import Table, describe_environment, human_bytes, open_folder, write_report
+from distcache.cli.run import Table, describe_environment, open_folder, write_report
 from distcache.cost.cluster import Cluster, write_cluster
 from distcache.cost.predict import Point, Prediction, crossovers
 from distcache.cost.traffic import CACHED, HYBRID, MIXED, REPLICATED, SHARDED
+from distcache.errors import human_bytes
 from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.plan")

@@ -375,7 +375,6 @@ def make_plan(request: Request) -> Plan:
 # -----------------------------------------------------------------------------
 # What the threads of a host take on this machine: its planner, timed at work, and its copies.
 
-
 AHEAD = (16, 1)
 """L and P of the planners that are timed."""
 

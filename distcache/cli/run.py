@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, human_bytes
 from distcache.versions import NOT_INSTALLED, versions_here
 
 # -----------------------------------------------------------------------------
@@ -267,9 +267,6 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class Table:
     """A table of a report; cells are text, `note` says what the numbers mean."""
@@ -284,8 +281,8 @@ class Table:
         cls,
         title: str,
         note: str,
-        columns: Sequence[tuple[str, Callable[[T], str]]],
-        entries: Iterable[T],
+        columns: Sequence[tuple[str, Callable[[Any], str]]],
+        entries: Iterable[Any],
     ) -> Table:
         """A row for each of `entries`; `columns`: a title, and what makes a cell of an entry."""
         rows = [tuple(cell(entry) for _, cell in columns) for entry in entries]
@@ -318,16 +315,6 @@ def markdown_table(table: Table) -> str:
     marks = ["---", *["---:"] * (len(table.columns) - 1)]
     lines = [table.columns, tuple(marks), *table.rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def human_bytes(count: float) -> str:
-    """A byte count in a unit that reads well."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
 
 
 def percent(value: float | None, digits: int = 2) -> str:

@@ -29,7 +29,6 @@ _ELSEWHERE = {
 _WENT = {
     "cache.order": "numbering rows by popularity gained nothing and made plans slower",
     "analyze.memory": "every row is counted, in 8 bytes: less than its own values take",
-    "trainer.shake_ms": "delays at hand-overs between threads are made by this project's tests",
     "cache.admission": "rows that leave first unless they score higher changed next to nothing",
 }
 """Keys that were there once, and why they are not."""

@@ -578,8 +578,7 @@ class RecentGroups:
     def __call__(self, group: int) -> Any:
         """The row group of this number."""
         with self._lock:
-            found = self._held.pop(group, None)
-            if found is None:
+            if (found := self._held.pop(group, None)) is None:
                 while self._held and self._rows[[*self._held, group]].sum() > self._samples:
                     del self._held[next(iter(self._held))]  # asked for longest ago
                 found, self.decoded = self._decode(group), self.decoded + 1

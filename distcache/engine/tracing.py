@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fileinput
 import gzip
 import json
 import logging
@@ -153,45 +154,38 @@ def tracing(
         raise
     (part,) = parts
     watch(part)
-    failed = True
     try:
         yield
-        failed = False
-    finally:
+    except BaseException:
         part.close()
-        if not failed:
-            together(world, lambda: None)
-        if world.is_first and not (failed and world.size > 1):
-            collect(folder, world.size)
+        if world.size == 1:  # nobody else may still write
+            collect(folder, 1)
+        raise
+    together(world, part.close)
+    if world.is_first:
+        collect(folder, world.size)
 
 
 def collect(folder: Path, size: int) -> None:
-    """Join the parts of `size` ranks in `folder` into the trace, and remove them, or where the file
-    cannot be written leave them; rank 0 alone."""
-    parts = [part_of(folder, rank) for rank in range(size)]
+    """Join the events of `size` ranks' parts in `folder` as one JSON array, which is whole or not
+    there, and remove them, or leave them where it cannot be written; rank 0 alone."""
+    parts, separator = [part_of(folder, rank) for rank in range(size)], "[\n"
     try:
-        size_bytes = sum(part.stat().st_size for part in parts)
-        path = folder / ("trace.json.gz" if size_bytes > LARGE_BYTES else "trace.json")
-        join(parts, path)
+        packed = sum(part.stat().st_size for part in parts) > LARGE_BYTES
+        path = folder / ("trace.json.gz" if packed else "trace.json")
+        partial = path.with_name(path.name + ".partial")
+        with gzip.open(partial, "wt", 3) if packed else partial.open("w", encoding="utf-8") as file:
+            with fileinput.input(parts, encoding="utf-8") as lines:
+                for line in lines:
+                    if line.endswith(",\n"):  # else it is the bracket, or was being written
+                        file.write(separator + line[:-2])
+                        separator = ",\n"
+            file.write("\n]\n")
+        partial.replace(path)
         for part in parts:
             part.unlink()
     except OSError as error:
         logger.warning("the trace is not joined, its parts stay in %s: %s", folder, error)
         return
-    shown = f"{path.stat().st_size / 2**20:.1f} MiB"
-    logger.info("trace of %d rank(s): %s (%s), for ui.perfetto.dev", len(parts), path, shown)
-
-
-def join(parts: Sequence[Path], path: Path) -> None:
-    """Write the events of `parts` as one JSON array, so that `path` is whole or not there."""
-    partial, separator = path.with_name(path.name + ".partial"), "[\n"
-    packed = path.suffix == ".gz"
-    with gzip.open(partial, "wt", 3) if packed else partial.open("w", encoding="utf-8") as file:
-        for part in parts:
-            with part.open(encoding="utf-8") as lines:
-                for line in lines:
-                    if line.endswith(",\n"):  # else it is the bracket, or was being written
-                        file.write(separator + line[:-2])
-                        separator = ",\n"
-        file.write("\n]\n")
-    partial.replace(path)
+    told = "trace of %d rank(s): %s (%.1f MiB), for ui.perfetto.dev"
+    logger.info(told, len(parts), path, path.stat().st_size / 2**20)

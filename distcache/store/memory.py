@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distcache.comm.link import together
 from distcache.comm.world import World
-from distcache.errors import MemoryTooSmallError, PeerError
+from distcache.errors import MemoryTooSmallError, PeerError, human_bytes
 
 # -----------------------------------------------------------------------------
 # How much host memory can still be had, and the refusal to ask for more.
@@ -57,12 +57,7 @@ def require_memory(needed: int, what: str, way_out: str) -> None:
 
 def describe_bytes(count: int) -> str:
     """A byte count in a human unit and exactly, as `1.50 GiB (1610612736 bytes)`."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(size) < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} bytes" if unit == "B" else f"{size:.2f} {unit} ({count} bytes)"
+    return f"{count} bytes" if count < 1024 else f"{human_bytes(count, 2)} ({count} bytes)"
 
 
 def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, int]]:

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -315,14 +315,11 @@ def cut_back(path: Path, step: int) -> None:
         return
     with path.open("r+b") as file:
         kept = 0
-        for line in file if step > 0 else ():
-            try:
-                is_later = json.loads(line)["step"] > step
-            except (ValueError, LookupError, TypeError):  # the line that a killed process left
-                is_later = True
-            if is_later or not line.endswith(b"\n"):
-                break
-            kept += len(line)
+        with suppress(ValueError, LookupError, TypeError):  # at the line that a killed process left
+            for line in file if step > 0 else ():
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+                kept += len(line)
         file.truncate(kept)
 
 

@@ -197,11 +197,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatc
             made(step, "train", [Span("apply", "training", step, 0.0, 1.0)])
         made.close()
     assert caplog.text.count("the trace of this rank ends here") >= 1
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(trace, "join", fails)
+    (tmp_path / "trace.json.partial").mkdir()  # no file of this name can be written
     collect(tmp_path, 1)
     assert "its parts stay" in caplog.text and part_of(tmp_path, 0).exists()
 
