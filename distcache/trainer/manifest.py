@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -455,10 +456,25 @@ class BlockReader(FileSystemReader):
             return index.fqn, tuple(index.offset or ())
 
         wanted = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-        # In the order of a value's rows, so that those that changed are read once.
+        # In the order of a value's rows. A thread has a run of these, as a disk reads ahead of what
+        # lies one after the other; rows that changed are read once where all are at one value.
         blocks = [list(of) for _, of in groupby(sorted(wanted, key=place), place)]
+        starts = np.cumsum([0, *(sum(target.nbytes for _, target in of) for of in blocks)])
+        turns = range(len(blocks)) if self.older else starts * _READERS // max(1, starts[-1])
+        pairs = groupby(zip(turns, blocks, strict=False), itemgetter(0))
+        runs = [[of for _, of in run] for _, run in pairs]
+
+        def read_run(run: list[list[_Wanted]]) -> None:
+            try:
+                for of in run:
+                    self._read_block(of)
+            except BaseException:
+                for other in runs:  # what is left is for nobody
+                    other.clear()
+                raise
+
         with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(self._read_block, blocks))  # and raise what one of them raised
+            list(pool.map(read_run, runs))  # and raise what one of them raised
         for item, target in wanted:
             planner.commit_tensor(item, target)
         return _done(None)

@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import shutil
+import threading
+import time
 import warnings
 import zlib
 from dataclasses import replace
@@ -244,6 +246,37 @@ def test_values_are_read_where_they_go_and_no_byte_of_a_block_may_differ(world, 
             reader.load_block(block, torch.zeros(6, 10))
         _flip(file, at)
     assert torch.equal(reader.load_block(block), want)
+
+
+def test_each_block_is_read_once_and_after_a_damaged_one_no_more_are(world, tmp_path, monkeypatch):
+    want = {f"t{at:02}": torch.full((100,), float(at)) for at in range(16)}
+    save(tmp_path / STEP, world, want)
+    read, is_over, seen = BlockReader._read_block, threading.Event(), list[str]()
+
+    def recorded(reader: BlockReader, parts: Any) -> None:
+        seen.append(parts[0][0].storage_index.fqn)
+        try:
+            read(reader, parts)
+        except DataError:
+            is_over.set()
+            raise
+        if is_damaged:  # the other threads have read a block each
+            assert is_over.wait(10)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(BlockReader, "_read_block", recorded)
+    is_damaged, mode = False, Plain({name: torch.zeros(100) for name in want})
+    assert resumed(tmp_path, world, mode) == STATE
+    assert sorted(seen) == sorted(want)
+    assert all(torch.equal(mode.values[name], want[name]) for name in want)
+    index = MetadataIndex("t00", torch.Size([0]))
+    place = BlockReader(tmp_path / STEP, Manifest.read(tmp_path / STEP))._places[index]
+    _flip(tmp_path / STEP / place.relative_path, place.offset + place.length // 2)
+    is_damaged = True
+    seen.clear()
+    with pytest.raises(DataError, match=re.escape(place.relative_path)):
+        resumed(tmp_path, world, mode)
+    assert "t00" in seen and len(seen) <= 4
 
 
 def test_a_manifest_of_another_making_is_refused(world, saved, fives):
