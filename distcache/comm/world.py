@@ -251,7 +251,7 @@ def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim
         where = torch.device("cuda", place.local_rank % gpus)
         name = "nccl" if gpus >= place.local_size else "gloo"
     elif device == "cuda":
-        refused = "trainer.device=cuda, but torch sees no CUDA device: use device=cpu"
+        refused = "trainer.device=cuda, but torch sees no CUDA device: use trainer.device=cpu"
     if backend == "nccl" and gpus < place.local_size:
         refused = refused or (
             f"trainer.backend=nccl needs a GPU per rank: {place.local_size} local ranks, {gpus} "

@@ -83,7 +83,7 @@ class CachedCollection(nn.Module):
         kind, given = (settings.pop(f"optimizer_{what}", None) for what in ("type", "kwargs"))
         update, in_backward = chosen_update(optimizer, kind, given)
         check_names(settings, name)
-        if not timeout_s > 0:
+        if not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         chosen = CacheSettings(**settings)
         configs, where = checked_configs(tables, self._config), concrete_device(device)

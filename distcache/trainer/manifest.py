@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -459,10 +458,8 @@ class BlockReader(FileSystemReader):
         # In the order of a value's rows. A thread has a run of these, as a disk reads ahead of what
         # lies one after the other; rows that changed are read once where all are at one value.
         blocks = [list(of) for _, of in groupby(sorted(wanted, key=place), place)]
-        starts = np.cumsum([0, *(sum(target.nbytes for _, target in of) for of in blocks)])
-        turns = range(len(blocks)) if self.older else starts * _READERS // max(1, starts[-1])
-        pairs = groupby(zip(turns, blocks, strict=False), itemgetter(0))
-        runs = [[of for _, of in run] for _, run in pairs]
+        share = 1 if self.older else max(1, -(-len(blocks) // _READERS))
+        runs = [blocks[at : at + share] for at in range(0, len(blocks), share)]
 
         def read_run(run: list[list[_Wanted]]) -> None:
             try:

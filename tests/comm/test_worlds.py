@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused(rank: int, change: dict, message: str) -> N
 @pytest.mark.parametrize(
     ("wanted", "gpus", "message"),
     [
-        (("cuda", "auto"), 0, "trainer.device=cuda, but torch sees no CUDA device: use device=cpu"),
+        (("cuda", "auto"), 0, "but torch sees no CUDA device: use trainer.device=cpu"),
         (("auto", "nccl"), 1, "trainer.backend=nccl needs a GPU per rank: 2 local ranks, 1 GPUs;"),
         (("cpu", "nccl"), 4, "2 local ranks, 0 GPUs; use trainer.backend=gloo"),
         (("auto", "gloo"), 1, None),

@@ -326,6 +326,7 @@ def test_wrong_arguments_are_named(kind) -> None:
         ({"placement": "mixed"}, "needs to know how often rows are looked up"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite=ignore"),
         ({"timeout_s": 0}, "timeout_s=0: give seconds above 0"),
+        ({"timeout_s": "x"}, "timeout_s='x': give seconds above 0"),
         ({"device": "mps"}, "device=mps"),
         ({"objective": "time"}, "objective='time': no such setting"),
         ({"split": "by_curve"}, r"split=by_curve needs .* give statistics="),
