@@ -59,7 +59,7 @@ class GroupCounts:
 
     `lookups_hit`: ids whose row was cached when planned; `distinct`: distinct rows, summed over
     steps; `fetched` and `written_back`: rows moved for training steps, as `rows_fetched` and
-    `rows_written_back` of `summary.json`; `left_dirty`: rows that a checkpoint at the end writes.
+    `rows_written_back` of `summary.json`.
     """
 
     ids: int = 0
@@ -67,7 +67,6 @@ class GroupCounts:
     distinct: int = 0
     fetched: int = 0
     written_back: int = 0
-    left_dirty: int = 0
 
 
 def _over_groups(name: str) -> property:
@@ -94,7 +93,6 @@ class Outcome:
     distinct = _over_groups("distinct")
     fetched = _over_groups("fetched")
     written_back = _over_groups("written_back")
-    left_dirty = _over_groups("left_dirty")
 
     @property
     def hit_rate(self) -> float | None:
@@ -214,11 +212,6 @@ class HomeRun:
     def __init__(self, planner: HomePlanner) -> None:
         self.planner = planner
         self._dirty = np.zeros(planner.slots, dtype=bool)
-
-    @property
-    def dirty(self) -> int:
-        """Cached rows that a training step has changed."""
-        return int(self._dirty.sum())
 
     def decide(self) -> tuple[HomeDecision, int]:
         """The oldest step, and how many dirty rows leave for it. Raises StepTooLargeError."""
@@ -367,7 +360,6 @@ def _count_home(
         counts["fetched"] += len(decision.fetch)
         counts["lookups_hit"] += int(lookups.sum()) - int(lookups[decision.fetch].sum())
         counts["written_back"] += leaving
-    counts["left_dirty"] = run.dirty
     return counts, latest
 
 
@@ -375,8 +367,7 @@ def _least(home: HomeTrace, training: np.ndarray, slots: int) -> dict[str, int]:
     """The counts of MIN at one home; all rows that leave count as written back."""
     counts, names = belady(home, slots), ("fetched", "lookups_hit", "written_back")
     of_training = dict(zip(names, counts[training].sum(axis=0).tolist(), strict=True))
-    left = int((counts[:, 0] - counts[:, 2]).sum())
-    return of_training | {"distinct": int(home.distinct[training].sum()), "left_dirty": left}
+    return of_training | {"distinct": int(home.distinct[training].sum())}
 
 
 # -----------------------------------------------------------------------------
