@@ -150,6 +150,7 @@ def ways(draw: st.DrawFn) -> tuple[str, list[Leg]]:
     return draw(st.sampled_from(list(OPTIMIZERS))), [*legs, draw(one)]
 
 
+@pytest.mark.timeout(900)  # in full: 120 drawn runs
 @given(ways())
 @settings(max_examples=EXAMPLES)
 def test_a_run_that_stopped_has_the_numbers_of_one_that_did_not(way: tuple) -> None:
