@@ -437,7 +437,9 @@ def fit(
         count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
         run_dir = Path(config.run.dir)
         again = "run.dir" in given and is_restart()  # else the folder may be of another call
-        on_first(own_world, lambda: open_run_folder(run_dir, config, own_world, again))
+        begun: list[Any] = []
+        opened = config, own_world, again
+        on_first(own_world, lambda: begun.append(open_run_folder(run_dir, *opened)))
         check_run_folder(own_world, run_dir, needs_shared_folder(config))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
@@ -450,7 +452,7 @@ def fit(
             config.data.weighted = any(weighted)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
-            config, own_world, run_dir, source, specs, mode, begin,
+            config, own_world, run_dir, source, specs, mode, begin, *begun,
             train=train, evaluate=eval_loader, eval_count=count, eval_draws=eval_draws,
         )  # fmt: skip
         result = run.go(build.build_rates(config))

@@ -133,12 +133,12 @@ def run(config: Config, place: rendezvous.Place, store: dist.Store | None) -> in
     from distcache.trainer.trainer import train
 
     def work(world: World) -> None:
-        run_dir = Path(config.run.dir)
+        run_dir, begun = Path(config.run.dir), None
         if world.is_first:
-            open_run_folder(run_dir, config, world, is_restart())
+            begun = open_run_folder(run_dir, config, world, is_restart())
         together(world, lambda: None)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
-        train(config, world, run_dir)
+        train(config, world, run_dir, begun)
 
     return in_world(config, place, store, work)
 
@@ -179,13 +179,19 @@ def needs_shared_folder(config: Config) -> str | None:
     return "trainer.trace=true" if config.trainer.trace else None
 
 
-def open_run_folder(run_dir: Path, config: Config, world: World, restarted: bool = False) -> None:
+def open_run_folder(
+    run_dir: Path, config: Config, world: World, restarted: bool = False
+) -> Callable[[], None] | None:
     """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is.
 
-    Raises ConfigError where that is not possible, and for a folder that holds another run, which
-    this one does not go on with, unless `run.overwrite` is set: what that run measured and saved
-    is then removed. One that is `restarted` goes on with what it left.
+    Where there are checkpoints to go on from, what describes the run that left them stays until
+    this one has trained a step: then call what is returned. Raises ConfigError where that is not
+    possible, and for a folder that holds another run, which this one does not go on with, unless
+    `run.overwrite` is set: what that run measured and saved is then removed. One that is
+    `restarted` goes on with what it left.
     """
+    from distcache.trainer.checkpoint import finished
+
     kept = [] if restarted else left_over(run_dir, config.trainer.resume, config.run.overwrite)
     if kept and not config.run.overwrite:
         names = ", ".join(path.name for path in kept)
@@ -199,18 +205,26 @@ def open_run_folder(run_dir: Path, config: Config, world: World, restarted: bool
         run_dir.mkdir(mode=0o700, exist_ok=True)  # what was trained on may be nobody else's affair
         for path in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
         (run_dir / "bad_lines.json").unlink(missing_ok=True)
         remove_trace(run_dir)
-        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-        text = json.dumps(describe_environment(world.size), indent=2)
-        (run_dir / "environment.json").write_text(text + "\n")
+        texts = {"config.yaml": OmegaConf.to_yaml(OmegaConf.structured(config))}
+        texts["environment.json"] = json.dumps(describe_environment(world.size), indent=2) + "\n"
+
+        def describe() -> None:
+            (run_dir / "summary.json").unlink(missing_ok=True)  # until this run has one
+            for name, text in texts.items():
+                (run_dir / name).write_text(text)
+
+        is_going_on = finished(run_dir)
+        if not is_going_on:
+            describe()
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written ({error.strerror}): name another folder"
         ) from error
     where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
     log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
+    return describe if is_going_on else None
 
 
 def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:

@@ -49,6 +49,14 @@ def set_up_logging(level: str = "INFO", rank: int = 0, world_size: int = 1) -> N
     logger.propagate = False
     out, err = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     out.addFilter(lambda record: record.levelno < logging.WARNING)
+
+    def fail(record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), BrokenPipeError):  # as of `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            logging.StreamHandler.handleError(out, record)
+
+    out.handleError = fail
     out.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
 
     def in_lower_case(record: logging.LogRecord) -> bool:

@@ -28,7 +28,7 @@ from distcache.comm.link import Waiting, on_first, together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.whole import CHANGED, ChangedRows, Snapshot
-from distcache.errors import ConfigError, DistcacheError
+from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
 from distcache.trainer.manifest import (
@@ -323,7 +323,8 @@ def _told(fails: str, world: World) -> Iterator[None]:
     except CheckpointException as error:  # which is no `Exception`
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         kind = type(cause) if isinstance(cause, DistcacheError) else DistcacheError
-        raise kind(f"{fails}: rank {rank}: {cause}") from error
+        is_damaged = kind is DataError  # which says where
+        raise kind(str(cause) if is_damaged else f"{fails}: rank {rank}: {cause}") from error
 
 
 # -----------------------------------------------------------------------------
@@ -537,8 +538,10 @@ def check(folder: Path, header: Mapping[str, Any], identity: Identity) -> None:
     modes = {saved["mode"], identity["mode"]}
     alike = modes <= ONE_FORMAT or optimizer in HYBRID_HAS
     free = ("mode", "world_size") if alike else ()
+    both = "model" in saved and "model" in identity  # older ones, and loops, have none
     found = [
         {key: run[name] for name, key in KEYS.items() if name not in free}
+        | {f"model.{key}": value for key, value in (run["model"] if both else {}).items()}
         | {"the number of tables": len(run["tables"])}
         | {
             f"table {number}": " ".join(["{} with {} rows x {}".format(*own), *own[3:]])
@@ -556,7 +559,8 @@ def check(folder: Path, header: Mapping[str, Any], identity: Identity) -> None:
     if any(wrong):
         raise ConfigError(
             f"{folder} is a checkpoint of another run: {'; '.join(filter(None, wrong))}. Set what "
-            "it was made with, or begin anew with another run.dir"
+            "it was made with, or begin anew by trainer.resume=never with another run.dir (from "
+            "its weights by trainer.init_from)"
         )
 
 

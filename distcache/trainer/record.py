@@ -246,8 +246,15 @@ logger = logging.getLogger("distcache.trainer.trainer")
 class Progress(AbstractContextManager):
     """The report of a run while it goes on; silent on ranks without a file."""
 
-    def __init__(self, path: Path | None, schedule: Schedule, log_every: int) -> None:
-        """`path`: `metrics.jsonl`, on rank 0; `log_every`: training steps between lines.
+    def __init__(
+        self,
+        path: Path | None,
+        schedule: Schedule,
+        log_every: int,
+        begun: Callable[[], None] | None = None,
+    ) -> None:
+        """`path`: `metrics.jsonl`, on rank 0; `log_every`: training steps between lines; `begun`:
+        called there after the first step.
 
         What is in the file stays as far as it is of the steps that are done.
         """
@@ -256,7 +263,7 @@ class Progress(AbstractContextManager):
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_back(path, schedule.first_step)
             self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time
-        self._steps, self._log_every = schedule.steps, max(log_every, 1)
+        self._steps, self._log_every, self._begun = schedule.steps, max(log_every, 1), begun
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -276,6 +283,9 @@ class Progress(AbstractContextManager):
         `mode.progress()` adds values of this rank, such as `hit_rate` and the times of stages;
         they, and the rate, are those since the line before. `phase`: the one of this step.
         """
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
         if self._file is None or (done % self._log_every and done != self._steps):
             return
         interval_s, rate = times.lap()

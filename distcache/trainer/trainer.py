@@ -22,7 +22,7 @@ from distcache.comm.world import World
 from distcache.config.checks import cadence
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
-from distcache.data.files import write_json
+from distcache.data.files import read_json, write_json
 from distcache.engine.gradients import STOP
 from distcache.engine.tracing import tracing
 from distcache.errors import (
@@ -239,7 +239,9 @@ class TrainResult:
     stopped_by: int | None
 
 
-def train(config: Config, world: World, run_dir: Path) -> TrainResult:
+def train(
+    config: Config, world: World, run_dir: Path, begun: Callable[[], None] | None = None
+) -> TrainResult:
     """Train as `config` says and leave `checkpoints/`, `metrics.jsonl`, `summary.json` in
     `run_dir`, with `data.on_bad_line=skip` also `bad_lines.json`.
 
@@ -261,7 +263,8 @@ def train(config: Config, world: World, run_dir: Path) -> TrainResult:
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
         on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
-    return Run(config, world, run_dir, source, tables, mode, begin).go(build.build_rates(config))
+    run = Run(config, world, run_dir, source, tables, mode, begin, begun)
+    return run.go(build.build_rates(config))
 
 
 def identity_of(
@@ -274,6 +277,7 @@ def identity_of(
         "dtype": config.trainer.dtype,
         "optimizer": config.optim.name,
         "seed": config.trainer.seed,
+        "model": plain(asdict(config.model)),
         "global_batch_size": getattr(source, "global_batch_size", config.data.global_batch_size),
         "steps_per_epoch": source.steps_per_epoch,
         "tables": tuple(
@@ -318,7 +322,8 @@ def find_starts(
 @dataclass(frozen=True)
 class Run:
     """One run's parts: settings, ranks, folder, data, tables, the model in its mode, and where
-    training starts, by `find_starts`: the first, and those after it (None: it is asked)."""
+    training starts, by `find_starts`: the first, and those after it (None: it is asked). `begun`:
+    called on rank 0 after the first step."""
 
     config: Config
     world: World
@@ -327,6 +332,7 @@ class Run:
     tables: Sequence[TableSpec]
     mode: Parallel
     starts: tuple[Start, Generator[Start, None, None]] | None = None
+    begun: Callable[[], None] | None = None
 
     def go(self, rates: Callable[[int], tuple[float, float]]) -> TrainResult:
         """Resume, train, save, digest, summarise; the mode is closed whatever happens.
@@ -453,7 +459,7 @@ class Run:
     def progress(self, schedule: Schedule) -> Progress:
         """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
         path = self.run_dir / "metrics.jsonl" if self.world.is_first else None
-        return Progress(path, schedule, self.config.trainer.log_every)
+        return Progress(path, schedule, self.config.trainer.log_every, self.begun)
 
     def save(self, loop: Loop, stopped_by: int | None) -> None:
         """Make the tables whole, and write a checkpoint where asked, stopped or not finite.
@@ -478,7 +484,8 @@ class Run:
     def summarise(
         self, start: TrainerState, loop: Loop, measured: dict[str, Any], digest: str | None
     ) -> dict[str, Any]:
-        """The summary, equal on all ranks; rank 0 writes it to `summary.json`.
+        """The summary, equal on all ranks; rank 0 writes it to `summary.json`, unless there is one
+        already and no step was trained: then that one.
 
         `measured`: what only the mode knows. `steps` and all measures are this process's.
         """
@@ -501,8 +508,12 @@ class Run:
             values["phase_rate"] = loop.state.phase and loop.state.phase.rate
 
         def write() -> dict[str, Any]:
+            path = self.run_dir / "summary.json"
+            if start.step and not values["steps"] and (earlier := read_json(path)):
+                logger.warning(f"{path} stays as it is: no step was trained")
+                return earlier
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
-            write_json(self.run_dir / "summary.json", summary)
+            write_json(path, summary)
             return summary
 
         return on_first(self.world, write)

@@ -26,7 +26,7 @@ OK, RANK_FAILS, PEER_FIRST, BUG, STOPPED, SLEEPS = range(6)
 HOST_FAILS = 11
 
 
-def train(config, world, run_dir):
+def train(config, world, run_dir, begun=None):
     """Leave a file per rank, then end in the way that the seed says."""
     (run_dir / f"rank{world.rank}.json").write_text(json.dumps(asdict(config)))
     last = world.rank == world.size - 1

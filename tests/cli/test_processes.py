@@ -129,6 +129,17 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
 
 
+def test_nobody_reads_on():
+    says = "import logging; from distcache.cli.run import set_up_logging; set_up_logging()\n"
+    says += "for at in range(3): logging.getLogger('distcache').info('line %d', at)"
+    read, written = os.pipe()
+    os.close(read)
+    how = {"env": environment(), "stderr": subprocess.PIPE, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", says], stdout=written, check=False, **how)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
     assert commit(tmp_path) is None
     git(tmp_path, "init")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,10 +49,10 @@ def test_ctrl_c_in_the_middle(tmp_path):
     assert (rank.communicate(timeout=60)[1], rank.returncode) == ("", 130)
 
 
-def opened(folder: Path, *overrides: str, restarted: bool = False) -> None:
+def opened(folder: Path, *overrides: str, restarted: bool = False) -> Callable[[], None] | None:
     config = to_config(compose_overrides([f"run.dir={folder}", *overrides]))
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    entry.open_run_folder(folder, config, world, restarted)
+    return entry.open_run_folder(folder, config, world, restarted)
 
 
 def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
@@ -69,8 +70,13 @@ def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
         (step / "manifest.json").write_text("{}")
     for resume in ("auto", run, run / "checkpoints", steps[1]):
         (run / "summary.json").write_text("{}")
-        opened(run, f"trainer.resume={resume}")
+        was = (run / "config.yaml").read_text()
+        begun = opened(run, f"trainer.resume={resume}", "trainer.steps=77")
+        assert (run / "summary.json").exists() and (run / "config.yaml").read_text() == was
+        begun()
         assert not (run / "summary.json").exists(), "until the new run has one of its own"
+        assert to_config((run / "config.yaml").read_text()).trainer.steps == 77
+        (run / "config.yaml").write_text(was)
     refused = {"never": r"\(checkpoints\)", tmp_path: r"\(checkpoints\)", steps[0]: r"\(step_7\)"}
     for resume, kept in refused.items():
         with pytest.raises(ConfigError, match=rf"{kept}.*resume={resume} does not go on with it"):

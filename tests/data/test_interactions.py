@@ -302,7 +302,7 @@ def test_damaged_files_are_read_as_line_by_line(tmp_path, monkeypatch, seeds):
 
 def amazon(shared_data: Path, *more: str) -> list[str]:
     path = shared_data / "amazon_book_interactions.txt"
-    return ["experiment=interactions", f"data.path={path}", *more]
+    return ["experiment=interactions", f"data.path={path}", "cache.ratio=0.25", *more]
 
 
 def independent(overrides: list[str], reverse: bool = False) -> tuple[float, float]:

@@ -80,6 +80,28 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert digests(tmp_path / "second") == digests(tmp_path / "whole")
 
 
+def test_what_is_refused_or_has_nothing_to_do_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    def told() -> dict[str, str]:
+        names = ("config.yaml", "environment.json", "summary.json")
+        return {name: (folder / name).read_text() for name in names}
+
+    folder, few = tmp_path / "run", ("cache.rows=300", "trainer.eval_steps=1")
+    run(folder, 1, *few, "trainer.steps=4")
+    was = told()
+    assert summary(folder)["final_loss"] is not None
+    for wrong, word in (
+        ("cache.rows=20", "set cache.rows="),
+        ("model.pooling=mean", "model.pooling was sum, is mean. Set what"),
+        ("cache.statistics=none", "cache.statistics=none holds neither"),
+    ):
+        assert word in run(folder, 1, *few, "trainer.steps=8", wrong, code=1)
+        assert told() == was, wrong
+    said = run(folder, 1, *few, "trainer.steps=4")
+    assert told() == was and "summary.json stays as it is: no step was trained" in said
+    run(folder, 1, *few, "trainer.steps=5")
+    assert told() != was and summary(folder)["steps"] == 1
+
+
 def test_a_killed_rank_is_started_again_in_the_same_folder(tmp_path: Path) -> None:
     """By torchrun: on from the last checkpoint, to the digests of never having died."""
     how = ("trainer.steps=600", "trainer.checkpoint_every=50", "trainer.log_every=1")
