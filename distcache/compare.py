@@ -235,6 +235,9 @@ def read_run(
     if exit_code != 0 or not path.is_file():
         tail = log_tail(log_file) if exit_code else f"no {path}\n{log_tail(log_file)}"
         return ModeRun(mode, name, folder, exit_code, seconds, error=tail)
+    if path.stat().st_mtime < time.time() - seconds:
+        old = f"no step was trained, and {path} is of an earlier run: give another output="
+        return ModeRun(mode, name, folder, exit_code, seconds, error=old)
     lines = folder / "metrics.jsonl"
     metrics = [json.loads(line) for line in lines.read_text().splitlines() if line.strip()]
     summary = json.loads(path.read_text())

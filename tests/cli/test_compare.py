@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def run_of(folder: Path, mode: str, name: str | None = None, **values):
     extra = {key: values.pop(key) for key in ("scatter", "drift") if key in values}
     where = folder / (name or mode)
     write_run(where, summary(mode, **values), **extra)
-    return read_run(mode, name or mode, where, 0, 1.0, folder / "log")
+    return read_run(mode, name or mode, where, 0, 60.0, folder / "log")
 
 
 def cells(table: str, label: str) -> list[str]:
@@ -210,6 +211,13 @@ def test_losses_are_compared_at_common_steps(tmp_path):
     assert entry.largest_loss_difference(one, other) == pytest.approx(1e-3, rel=1e-2)
     none = read_run("x", "x", tmp_path, 1, 0, tmp_path / "no")
     assert entry.largest_loss_difference(one, none) is None
+
+
+def test_a_summary_that_was_there_before_is_no_result(tmp_path):
+    assert run_of(tmp_path, "data").error is None
+    os.utime(tmp_path / "data" / "summary.json", (1, 1))
+    found = read_run("data", "data", tmp_path / "data", 0, 60.0, tmp_path / "log")
+    assert not found.summary and "give another output=" in found.error
 
 
 def test_the_files(tmp_path):
