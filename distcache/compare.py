@@ -32,7 +32,7 @@ from distcache.errors import ConfigError
 log = logging.getLogger("distcache.compare")
 
 WINDOWS = 50
-"""About how many lines of metrics a run shall leave, so that its spread can be told."""
+"""About how many lines of metrics a run shall leave, so that its losses can be drawn."""
 
 _RULES = rules_of(Config)
 _CHOICES = {key: rule.get("choice", ()) for key, rule in _RULES.items()}
@@ -65,8 +65,8 @@ class CompareConfig(Config):
     world_size: int = option(2, "ranks of every run, all on this machine")
     repeats: int = option(
         1,
-        "runs of each mode, taken in turns; from 2 on, noise is the spread between runs instead of "
-        "the spread within one; from 4 on, a difference is seldom one by chance",
+        "runs of each mode, taken in turns; from 2 on, noise is the spread between them; from 4 "
+        "on, a difference is seldom one by chance",
     )
     output: str = option("", "folder of the runs, logs, table and plots; empty: compare/<time>")
 
@@ -168,8 +168,6 @@ def run_mode(
 # What a finished run left behind, and how much its step time scatters.
 
 TAIL_LINES = 25
-WARM_UP_STEPS = 10
-"""Steps left out of the spread, as they are left out of `step_ms`."""
 
 
 @dataclass(frozen=True)
@@ -201,27 +199,15 @@ class ModeRun:
         """Loss by step, of the logged steps."""
         return {line["step"]: line["loss"] for line in self.metrics if line.get("loss") is not None}
 
-    def window_ms(self) -> list[float]:
-        """Step time of each logged window, ms, without the first steps."""
-        first = self.number("first_step") or 0
-        timed = [line for line in self.metrics if line.get("step_ms")]
-        # A window reaches back to the line before it.
-        starts = [first, *(line["step"] for line in timed)]
-        pairs = zip(starts, timed, strict=False)
-        return [line["step_ms"] for start, line in pairs if start >= first + WARM_UP_STEPS]
-
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of a mode's step time and the range that noise covers, ms; `of`: what scatters;
-    `runs`: how many runs' medians it is of, or 1: windows of one run, which say nothing of others.
-    """
+    """Median of a mode's step time and its range, ms, over the medians of so many `runs`."""
 
     median: float
     low: float
     high: float
-    of: str
-    runs: int = 1
+    runs: int
 
     def __str__(self) -> str:
         return f" {self.median:,.2f} ms [{self.low:,.2f} to {self.high:,.2f}]"
@@ -256,21 +242,11 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 def spread(runs: Sequence[ModeRun]) -> Spread | None:
-    """How the step time of one mode's runs scatters; None where nothing was measured.
-
-    Several runs: the range of their medians. One run: its middle eighty per cent of windows.
-    """
-    medians = [value for run in runs if (value := run.number("step_ms.median")) is not None]
-    if not medians:
+    """How the step time of one mode's runs scatters; None where fewer than two were measured."""
+    known = [value for run in runs if (value := run.number("step_ms.median")) is not None]
+    if len(known) < 2:
         return None
-    middle = statistics.median(medians)
-    if len(medians) > 1:
-        return Spread(middle, min(medians), max(medians), f"{len(medians)} runs", len(medians))
-    windows = runs[0].window_ms()
-    if len(windows) < 5:
-        return None
-    low, high = np.percentile(windows, (10, 90)).tolist()
-    return Spread(middle, min(low, middle), max(high, middle), f"{len(windows)} windows of one run")
+    return Spread(statistics.median(known), min(known), max(known), len(known))
 
 
 def verdict(one: Spread | None, other: Spread | None) -> tuple[str, str]:
@@ -279,17 +255,12 @@ def verdict(one: Spread | None, other: Spread | None) -> tuple[str, str]:
 
     Ranges that overlap may be noise. Of ranges of several runs that lie apart it is said how often
     those of equal speed would: of all ways to divide the runs into two sets of these sizes, two.
-    How runs differ from one another is not known from single ones.
     """
     if one is None or other is None:
-        few = "too few measurements to tell a difference from noise; use repeats=4, or more steps"
-        return " (noise unknown)", few
-    over = f" (ranges over {one.of})"
+        return " (one run)", "how much runs differ is not known from one: use repeats=4"
+    over = f" (ranges over {one.runs} runs)"
     if one.low <= other.high and other.low <= one.high:
         return " (noise)", f"noise: the ranges overlap{over}"
-    if min(one.runs, other.runs) < 2:
-        apart = "apart within one run; whether runs differ as much is not known: use repeats=4"
-        return " (one run)", apart + over
     odds = math.comb(one.runs + other.runs, one.runs) // 2
     word = f" (chance 1 in {odds})" if odds < RARE else ""
     return word, f"apart, as modes of one speed would be 1 time in {odds}{over}"

@@ -31,14 +31,14 @@ def summary(mode: str, ms: float = 12.0, digest: str = "a", steps: int = 200, **
     }
 
 
-def write_run(folder: Path, values: dict, scatter: float = 0.03, drift: float = 0.0) -> None:
-    """Write `summary.json` and `metrics.jsonl`; windows scatter by a share, losses drift by one."""
+def write_run(folder: Path, values: dict, drift: float = 0.0) -> None:
+    """Write `summary.json` and `metrics.jsonl`; losses drift by a share."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(values))
     draw, ms = random.Random(1), values["step_ms"]["median"]
     lines: list[dict] = []
     for step in range(4, values["steps"] + 1, 4):
-        window = ms * (1 + draw.uniform(-scatter, scatter))
+        window = ms * (1 + draw.uniform(-0.03, 0.03))
         if step <= 8:
             window *= 10  # the first steps are slow
         rate = values["global_batch_size"] / window * 1000

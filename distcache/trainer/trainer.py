@@ -427,9 +427,6 @@ class Run:
         if isinstance(self.source, HotColdSource):
             phase = start.phase or Phase(self.config.data.phase_rate)
             schedule = PhasedSchedule(**vars(schedule), phase=phase, sizes=self.source.sizes)
-        if self.world.is_first and schedule.nothing_to_train:
-            steps = f"{schedule.first_step} steps are done and trainer.steps is {schedule.steps}"
-            logger.warning(f"nothing to train: {steps}")
         if self.world.is_first and schedule.eval_batches < want.eval_steps:
             held_out = f"no more than {schedule.eval_batches} batches are held out"
             logger.warning(f"trainer.eval_steps={want.eval_steps}, but {held_out}")
@@ -510,7 +507,8 @@ class Run:
         def write() -> dict[str, Any]:
             path = self.run_dir / "summary.json"
             if start.step and not values["steps"] and (earlier := read_json(path)):
-                logger.warning(f"{path} stays as it is: no step was trained")
+                done = f"step {start.step:,} (trainer.steps={self.config.trainer.steps})"
+                logger.warning(f"nothing to train after {done}: {path} stays as it is")
                 return earlier
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
             write_json(path, summary)

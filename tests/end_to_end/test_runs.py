@@ -97,7 +97,7 @@ def test_what_is_refused_or_has_nothing_to_do_leaves_the_run_as_it_was(tmp_path:
         assert word in run(folder, 1, *few, "trainer.steps=8", wrong, code=1)
         assert told() == was, wrong
     said = run(folder, 1, *few, "trainer.steps=4")
-    assert told() == was and "summary.json stays as it is: no step was trained" in said
+    assert told() == was and "nothing to train after step 4 (trainer.steps=4): " in said
     run(folder, 1, *few, "trainer.steps=5")
     assert told() != was and summary(folder)["steps"] == 1
 
