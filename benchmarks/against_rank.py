@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -303,45 +303,46 @@ def role_of(thread: threading.Thread) -> str:
 class OnlyPlans:
     """Lets the planner's thread go through the stream at `pace`; nothing that it plans is trained.
 
-    Tells `pace` what reading batches and checking their ids takes, and calls of `Threads.each`,
-    where the checkout has them: on all threads together (`shared`), on the one that takes longest
-    (`longest`), and on the planner's thread (`own`).
+    Tells `pace` what reading batches and checking their ids takes (`reading`), and what of the
+    planner's thread is that, or is shared with other threads, or theirs (`shared`).
     """
 
     def __init__(self, pace: Pace) -> None:
-        self._pace, taken = pace, pace.taken
+        self._pace, self._inside, taken = pace, threading.local(), pace.taken
         with contextlib.suppress(AttributeError):
             threads = found_in("Threads", "distcache.planner.threads", "distcache.planner.home")
-            threads.each = self._each(threads.each)
+            threads.each = self._shared(threads.each)
+            threads.begin = self._begun(threads.begin)
         check = found_in("BatchCheck", "distcache.data.batch", "distcache.data.check")
-        check.__call__ = timed(check.__call__, lambda ms: self._add(reading=ms))
+        check.__call__ = self._shared(check.__call__, reading=True)
         planner = found_in(
             "StreamPlanner", "distcache.engine.planning", "distcache.pipeline.planning"
         )
         planner.planned = self._planned(planner.planned)
-        taken.update(dict.fromkeys(("shared", "longest", "own", "reading"), 0.0))
+        taken.update(dict.fromkeys(("shared", "reading"), 0.0))
 
-    def _add(self, **more: float) -> None:
-        for key, ms in more.items():
-            self._pace.taken[key] += ms
+    def _shared(self, call: Callable[..., Any], reading: bool = False) -> Callable[..., Any]:
+        """`call`, of which is told what it takes of its thread's core, but for a call inside."""
 
-    def _each(self, each: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def call(threads: Any, function: Callable[..., Any], arguments: Sequence[tuple]) -> list:
-            me, own, others = threading.get_ident(), [], []
+        def run(*arguments: Any) -> Any:
+            outer, self._inside.any = getattr(self._inside, "any", False), True
+            began = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                ms, self._inside.any = 1e3 * (time.thread_time() - began), outer
+                planner = role_of(threading.current_thread()) == "planning"
+                self._pace.taken["reading"] += ms * reading
+                self._pace.taken["shared"] += ms * (planner and not outer)
 
-            def tell(ms: float) -> None:
-                (own if threading.get_ident() == me else others).append(ms)
+        return run
 
-            found = each(threads, timed(function, tell), arguments)
-            both = [sum(own), *others]
-            self._add(own=sum(own), shared=sum(both), longest=max(both))
-            return found
-
-        return call
+    def _begun(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda threads, call, *of: begin(threads, self._shared(call), *of)
 
     def _planned(self, planned: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def read(batches: Iterator[Any]) -> Iterator[Any]:
-            following = timed(batches.__next__, lambda ms: self._add(reading=ms))
+            following = self._shared(batches.__next__, reading=True)
             with contextlib.suppress(StopIteration):
                 while True:
                     yield following()
@@ -354,19 +355,6 @@ class OnlyPlans:
             yield from ()
 
         return call
-
-
-def timed(call: Callable[..., Any], tell: Callable[[float], object]) -> Callable[..., Any]:
-    """`call`, which tells what each of its calls takes of its thread's core, milliseconds."""
-
-    def run(*arguments: Any) -> Any:
-        began = time.thread_time()
-        try:
-            return call(*arguments)
-        finally:
-            tell(1e3 * (time.thread_time() - began))
-
-    return run
 
 
 def found_in(name: str, *modules: str) -> Any:

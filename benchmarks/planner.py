@@ -399,7 +399,7 @@ def measure_against(
     for name, found in turns.items():
         about = {"kind": "planning", "run": name, "ranks": options.ranks, "batch": options.batch}
         values = {key: [turn[key] for turn in found] for key in found[0]}
-        other = {key: [turn[key] for turn in turns[OTHER]] for key in ("cpu", "wall", "path")}
+        other = {key: [turn[key] for turn in turns[OTHER]] for key in ("cpu", "wall")}
         records.append(about | {"commit": commits[runs[name][0]]})
         records[-1] |= {key: spread(of) for key, of in values.items()}
         records[-1] |= {
@@ -409,18 +409,16 @@ def measure_against(
 
 
 def _planned_turn(job: against.Job, steps: int, repetition: int) -> dict[str, float]:
-    """Milliseconds a step, mean over the ranks, without reading and checking batches: on all cores
-    (`cpu`); of the clock, median of the steps (`wall`); on the planner's core while no other thread
-    plans (`serial`); and with the longest of what threads share, which the clock shows where each
-    has a core (`path`). Page faults of the process."""
+    """Milliseconds a step, mean over the ranks: on all cores, without reading and checking batches
+    (`cpu`); of the clock, with that, median of the steps (`wall`); on the planner's core, without
+    what it shares with other threads or is theirs, where there are several (`serial`). Page faults
+    of the process."""
     ranks = job.run(0, steps)
     cpu, taken = against.of_ranks(ranks, "cpu_ms"), against.of_ranks(ranks, "taken_ms")
-    planner = cpu["planning"] - taken["reading"]
     return {
-        "cpu": planner + cpu.get("parts", 0.0),
-        "wall": float(np.mean([np.median(rank["step_ms"]) for rank in ranks])) - taken["reading"],
-        "serial": planner - taken["own"],
-        "path": planner - taken["own"] + taken["longest"],
+        "cpu": cpu["planning"] + cpu.get("parts", 0.0) - taken["reading"],
+        "wall": float(np.mean([np.median(rank["step_ms"]) for rank in ranks])),
+        "serial": cpu["planning"] - taken["shared"],
         "reading": taken["reading"],
         "faults": against.of_ranks(ranks, "faults")["process"],
     }
@@ -529,10 +527,9 @@ SECTIONS = (
         "Planning threads of both checkouts",
         "Milliseconds a step and rank, median [quartiles] over the turns; ratios to the other "
         "checkout's within a turn. Nothing that is planned is trained, so all cores are for "
-        "planning. Without reading batches and checking their ids, which `reading` is. CPU: on all "
-        "threads that plan. Wall: by the clock. Serial: of the planner's thread while no other one "
-        "works for it. Path: serial, and of what threads share the longest each time, on their "
-        "cores: the wall where all of them are idle.",
+        "planning. CPU: on all threads that plan, without reading batches and checking their ids, "
+        "which `reading` is. Wall: by the clock, with reading, which another thread does where "
+        "there are several. Serial: of the planner's thread, without what it shares with others.",
         "planning",
         (
             Column("run", "run"),
@@ -541,8 +538,6 @@ SECTIONS = (
             Column("ratio", "cpu_ratio", shown(3)),
             Column("wall", "wall", shown()),
             Column("ratio", "wall_ratio", shown(3)),
-            Column("path", "path", shown()),
-            Column("ratio", "path_ratio", shown(3)),
             Column("serial", "serial", shown()),
             Column("reading", "reading", shown()),
             Column("page faults", "faults", shown(0)),

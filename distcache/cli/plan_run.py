@@ -391,7 +391,8 @@ _PARCEL, _PIECES = 4 << 20, 16
 
 
 class Counted(Threads):
-    """The thread that calls, and the seconds of its core in what several would share."""
+    """The thread that calls, and the seconds of its core in what several would share, or another
+    would do beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,6 +404,17 @@ class Counted(Threads):
         found = super().each(call, arguments)
         self.seconds += time.thread_time() - began
         return found
+
+    def begin(self, call: Callable[..., Any], *of: Any) -> Callable[[], Any]:
+        """See `Threads.begin`."""
+
+        def made() -> Any:
+            before, began = self.seconds, time.thread_time()
+            found = call(*of)
+            self.seconds = before + time.thread_time() - began  # with what is shared in it
+            return found
+
+        return made
 
 
 def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:

@@ -76,11 +76,11 @@ class HostTimes:
     Training: `launch_s`, a kernel or copy that any thread issues; `training_s`, its own work of a
     step. The planner: `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that
     ranks name to a home, `decided_s` of one that a home decides on, `fetched_s` of one that it
-    fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that one
-    thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an exchange, for
-    each doubling of the ranks. Movement: `moving_s` of a step, `byte_s` of a byte of index tensors,
-    `moved_s` of a row that comes or leaves, `row_s` of one gathered or scattered. `name`: where the
-    numbers come from.
+    fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that the
+    planner's thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an
+    exchange, for each doubling of the ranks. Movement: `moving_s` of a step, `byte_s` of a byte of
+    index tensors, `moved_s` of a row that comes or leaves, `row_s` of one gathered or scattered.
+    `name`: where the numbers come from.
     """
 
     launch_s: float = 0.0

@@ -1,5 +1,7 @@
 """The look-ahead planner at work: batches in, planned steps out, on a thread of its own.
 
+Where several threads plan, one of them reads the next batch, and finds what it names, while this
+one plans the step before.
 All ranks run the same loop over the planning group. A step is decided exactly when the ids through
 step + L are known or the stream has ended, never from what happens to have arrived; the homes tell
 their decisions in the exchange that brings the rows of the step after those.
@@ -13,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -27,14 +31,14 @@ from distcache.errors import ConfigError, PeerError
 from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.shard import ShardParts, nothing
-from distcache.planner.threads import Threads
+from distcache.planner.threads import ALONE, Threads
 from distcache.planner.victims import Policy
 from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 log = logging.getLogger(__name__)
 
-LANE = "planner"
-"""Where planning runs, for spans."""
+LANE, READING_LANE = "planner", "reading"
+"""Where planning runs, and what a thread beside it reads ahead, for spans."""
 
 Share = Callable[[Link, Batch | None], Batch | None]
 """What ranks do together with the batches that they have just read."""
@@ -161,14 +165,10 @@ class StreamPlanner:
         (planning inline). Raises what went wrong, on every rank after the same step.
         """
         window = self.settings.lookahead if ahead else 0
-        share = getattr(batches, "share", None)
         waiting: deque[Flight] = deque()
-        iterator = iter(batches)
         failure: BaseException | None = None
-        while True:
-            # Without a window nothing is read beyond the step that is decided.
+        for asking in self._asked(batches, stop, window > 0):
             due = waiting.popleft() if len(waiting) > window > 0 else None
-            asking = self._ask(iterator, stop(), share)
             verdict, planned = self._exchanged(asking, due, len(waiting) >= window > 0)
             if verdict.status is Status.STOP:
                 self._after_stop(verdict, stop)
@@ -200,21 +200,43 @@ class StreamPlanner:
 
     # --- a step is asked for -----------------------------------------------------------------
 
-    def _read(self, iterator: Iterator[Batch], stops: bool) -> Batch | Part:
+    def _asked(
+        self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool
+    ) -> Iterator[Part]:
+        """This rank's part of each step, up to the first without rows.
+
+        `ahead`: the next one may be made meanwhile, on another thread. Without a window nothing is
+        read beyond the step that is decided; and what ranks do together with a batch keeps its
+        place among their exchanges.
+        """
+        share = getattr(batches, "share", None)
+        threads = self.threads if ahead and share is None else ALONE
+        iterator = chain.from_iterable([batches])  # which the thread that reads makes, too
+        ask = partial(threads.begin, self._ask, iterator, stop, share)
+        part, asked = None, ask(self.ingested)
+        while part is None or part.flight is not None:
+            part = asked()
+            if stop():  # while it was read
+                part = Part(part.step, Status.STOP)
+            if part.flight is not None:
+                asked = ask(part.step + 1)
+            yield part
+
+    def _read(self, iterator: Iterator[Batch], step: int) -> Batch | Part:
         """The next batch, or why there is none."""
-        if stops:
-            return Part(self.ingested, Status.STOP)
         try:
             return next(iterator)
         except StopIteration:
-            return Part(self.ingested, Status.END)
+            return Part(step, Status.END)
         except Exception as error:
-            return Part(self.ingested, Status.ERROR, error=error)
+            return Part(step, Status.ERROR, error=error)
 
-    def _ask(self, iterator: Iterator[Batch], stops: bool, share: Share | None) -> Part:
-        """This rank's part of the next step: the rows of its batch, or why there is none."""
-        began, step = time.perf_counter(), self.ingested
-        read = self._read(iterator, stops)
+    def _ask(
+        self, iterator: Iterator[Batch], stop: Callable[[], bool], share: Share | None, step: int
+    ) -> Part:
+        """This rank's part of `step`, the next: the rows of its batch, or why there is none."""
+        began = time.perf_counter()
+        read = Part(step, Status.STOP) if stop() else self._read(iterator, step)
         try:
             shared = share(self.link, None if isinstance(read, Part) else read) if share else read
             if isinstance(read, Part):
@@ -231,7 +253,7 @@ class StreamPlanner:
         for region in self.regions:
             request = requests[region.group]
             flight.asked.append(request.sharded if region.sharded else request.replicated)
-        flight.note("ingest", LANE, began)
+        flight.note("ingest", READING_LANE if self.threads.run_here() else LANE, began)
         return Part(step, flight=flight)
 
     def _exchanged(

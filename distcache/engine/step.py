@@ -21,8 +21,10 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 | `return_rows` | t | training | communication | the homes' new rows | cache rows of all ranks |
 
 In the midst of a stream a home decides on a step in the same pass in which it takes in another, so
-`ingest` has that time. An evaluation step has `forward` in place of what follows `share_late`.
-`share_*` are of sharded rows, `return_rows` is where homes alone keep the optimizer state.
+`ingest` has that time. Where several threads plan, one of them does `ingest` up to the requests, of
+the step after that at which the planner is. An evaluation step has `forward` in place of what
+follows `share_late`. `share_*` are of sharded rows, `return_rows` is where homes alone keep the
+optimizer state.
 
 Two schedules. *Overlapped*: three threads as above (`engine.queue`), and two waits in training:
 for the step's rows before anything reads them, and, before `sync` of several ranks, for the issue

@@ -26,7 +26,7 @@ from distcache.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LANES = ("training", "movement", "planner")
+LANES = ("training", "movement", "planner", "reading")
 """Lanes in the order in which they are shown."""
 
 

@@ -1,37 +1,60 @@
-"""Threads that plan the parts of a home side by side."""
+"""Threads that plan the parts of a home side by side, and ask for a step ahead."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
+
+
+class Shared:
+    """Calls that threads share: each that comes makes the next one that nobody has begun."""
+
+    def __init__(self, call: Callable[..., Any], arguments: Sequence[tuple]) -> None:
+        self._call, self._left = call, deque(enumerate(arguments))
+        self._count, self._told = len(arguments), SimpleQueue[Any]()
+
+    def work(self) -> None:
+        """Make calls until all are begun."""
+        with suppress(IndexError):  # no more are left
+            while True:
+                place, of = self._left.popleft()
+                try:
+                    told = place, self._call(*of), None
+                except BaseException as error:
+                    told = place, None, error
+                self._told.put(told)
+
+    def results(self) -> list:
+        """What the calls return, once all are over: they work on what the caller has. Raises what
+        the first one that failed did."""
+        told = sorted([self._told.get() for _ in range(self._count)], key=itemgetter(0))
+        for _, _, error in told:
+            if error is not None:
+                raise error
+        return [result for _, result, _ in told]
 
 
 class Threads:
     """Runs the parts of a home on `count` threads, this one among them.
 
-    They take calls from one queue: those of a pool take several times as long to begin.
+    Each of the others takes calls from a queue of its own: those of a pool take several times as
+    long to begin.
     """
 
     def __init__(self, count: int = 1) -> None:
-        self.count, self._asked = count, SimpleQueue[Any]()
-        how: dict[str, Any] = {"target": self._work, "name": "distcache-part", "daemon": True}
-        self._others = [Thread(**how) for _ in range(count - 1)]
+        self.count = count
+        self._asked = [SimpleQueue[Any]() for _ in range(count - 1)]
+        how: dict[str, Any] = {"target": _work, "name": "distcache-part", "daemon": True}
+        self._others = [Thread(args=(asked,), **how) for asked in self._asked]
         for thread in self._others:
             thread.start()
-
-    def _work(self) -> None:
-        """Calls, until there is None, with what takes the place of each, its result and error."""
-        while (asked := self._asked.get()) is not None:
-            told, place, call, of = asked
-            try:
-                told.put((place, call(*of), None))
-            except BaseException as error:
-                told.put((place, None, error))
-            del asked, told, call, of  # or what they hold would live until the next call
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
         """What each thread gets of so many pieces: from which on, up to which."""
@@ -42,25 +65,44 @@ class Threads:
         """What `call` returns for each of `arguments`, all at the same time."""
         if not self._others or len(arguments) < 2:
             return [call(*of) for of in arguments]
-        told = SimpleQueue[Any]()
-        for place, of in enumerate(arguments[1:]):
-            self._asked.put((told, place, call, of))
-        try:
-            own = call(*arguments[0])
-        finally:  # whatever comes of this: they work on what this thread has
-            others = sorted([told.get() for _ in arguments[1:]], key=itemgetter(0))
-        for _, _, error in others:
-            if error is not None:
-                raise error
-        return [own, *(result for _, result, _ in others)]
+        shared, here = Shared(call, arguments), current_thread()
+        for thread, asked in zip(self._others, self._asked, strict=True):
+            if thread is not here:
+                asked.put(shared)
+        shared.work()
+        return shared.results()
+
+    def begin(self, call: Callable[..., Any], *of: Any) -> Callable[[], Any]:
+        """What returns the result of a call. Another thread makes it from now on, one for all of
+        these, in their order; where there is none, it is made when its result is wanted."""
+        if not self._others:
+            return partial(call, *of)
+        shared = Shared(call, [of])
+        self._asked[0].put(shared)
+        return lambda: shared.results()[0]
+
+    def settle(self) -> None:
+        """Wait until all that was begun is over."""
+        self.begin(int)()
+
+    def run_here(self) -> bool:
+        """Whether the caller is one of the others."""
+        return current_thread() in self._others
 
     def close(self) -> None:
         """End the threads."""
-        for _ in self._others:
-            self._asked.put(None)
+        for asked in self._asked:
+            asked.put(None)
         for thread in self._others:
             thread.join()
-        self._others = []
+        self._others, self._asked = [], []
+
+
+def _work(asked: SimpleQueue[Shared | None]) -> None:
+    """What comes, until there is None."""
+    while (shared := asked.get()) is not None:
+        shared.work()
+        del shared  # or what its calls hold would live until the next
 
 
 ALONE = Threads()

@@ -34,7 +34,8 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
     assert {record["thread"] for record in threads} == set(host.THREADS)
     assert {record["batch"] for record in threads} == {64, 16}
     for record in threads:
-        assert 0 < record["package_calls"] < record["calls"] and record["numpy_calls"] > 0
+        assert 0 < record["package_calls"] < record["calls"]
+        assert record["numpy_calls"] > 0 or record["thread"] == "movement"  # nothing moves
         assert record["own_ms"]["min"] >= 0 and record["core_ms"]["median"] > 0
         assert record["own_ms"]["count"] == record["core_ms"]["count"] == 2
         planner = record["thread"] == "planning" and record["side"] == "this"

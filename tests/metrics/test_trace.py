@@ -165,7 +165,7 @@ def test_times_are_microseconds_since_the_start(tmp_path) -> None:
         assert sum(applies, ()) == pytest.approx(sum(expected, ()), abs=2_000)
     threads = [e["tid"] for e in found if e["name"] == "thread_name"]
     processes = [e["pid"] for e in found if e["name"] == "process_name"]
-    assert len(set(threads)) == 6 and len(set(processes)) == 2 and 0 not in processes
+    assert len(set(threads)) == 8 and len(set(processes)) == 2 and 0 not in processes
 
 
 def test_what_a_killed_rank_wrote_is_kept(tmp_path) -> None:

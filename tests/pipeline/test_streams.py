@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,8 @@ from scenarios import OPTIMIZERS, Scenario, make_mode, run_mode
 from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
-from distcache.engine.exchange import Part, Status
+from distcache.data.batch import Batch
+from distcache.engine.exchange import Part, Status, Told
 from distcache.engine.queue import SWITCH_S, quick_switches
 from distcache.errors import PeerError
 from distcache.parallel.cached import CachedSettings
@@ -227,6 +229,7 @@ class Plan:
         self.kind = ""  # every other plan is of a placement
         if seed % 2:
             self.mode, self.kind = "data", KINDS[seed // 2 % len(KINDS)]
+        self.threads = 1 + seed // 2 % 3  # that plan
 
     @property
     def steps(self) -> int:
@@ -258,7 +261,7 @@ class Plan:
 
 
 def one(world: World, plan: Plan) -> tuple:
-    how = {"mode": plan.mode, "policy": Policy(plan.policy)}
+    how = {"mode": plan.mode, "policy": Policy(plan.policy), "planner_threads": plan.threads}
     if plan.kind:
         how |= {"placement": placement_of(plan.kind, CASE), "slots": (48, 12)}
     mode = make(world, plan.lookahead, plan.prefetch, **how)
@@ -323,6 +326,77 @@ def test_random_streams(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_many_random_streams(world: int) -> None:
     check(world, range(100, 180))
+
+
+class Watched:
+    """Batches, and which threads read them; `reads`: how many have been asked for."""
+
+    def __init__(self, source: Iterator[Batch], pause: float = 0.0) -> None:
+        self._source, self._pause, self.reading = source, pause, threading.Lock()
+        self.threads: set[str] = set()
+        self.reads, self.more = 0, threading.Condition()
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.threads.add(threading.current_thread().name)
+        return self
+
+    def __next__(self) -> Batch:
+        assert self.reading.acquire(blocking=False), "two threads read at the same time"
+        self.threads.add(threading.current_thread().name)
+        with self.more:
+            self.reads += 1
+            self.more.notify_all()
+        time.sleep(self._pause)
+        try:
+            return next(self._source)
+        finally:
+            self.reading.release()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_thread_beside_the_planner_reads_while_it_plans(world, count) -> None:
+    """And always the same one; where the planner is alone, it reads."""
+    mode = make(world, planner_threads=count)
+    source, exchange = Watched(batches(world, range(STEPS))), mode.tables.planner._exchange
+    plain, beside = exchange.exchange, []
+
+    def exchanged(asking: Part | None, deciding: Part | None = None) -> Told:
+        if asking is not None and asking.flight is not None:
+            with source.more:  # until the batch after this one is being read
+                more = source.more.wait_for(
+                    lambda: source.reads > asking.step + 1, 30 if count > 1 else 0
+                )
+            beside.append(more)
+        return plain(asking, deciding)
+
+    exchange.exchange = exchanged
+    losses = train(mode, source)
+    assert beside == [count > 1] * STEPS and source.reads == STEPS + 1
+    assert source.threads == {"distcache-part" if count > 1 else "distcache-planner"}
+    mode.close()
+    twin = make(world)
+    assert losses == train(twin, batches(world, range(STEPS)))
+    twin.close()
+
+
+def read_on(world: World) -> tuple:
+    """A stream that ends with another rank's data, and one that is left, while rank 0 reads."""
+    mode, pause = make(world, planner_threads=2), 0.5 * (world.rank == 0)
+    source = Watched(batches(world, range(4 if world.rank else 20)), pause)
+    losses = train(mode, source)
+    ended = planner_threads(), source.reading.locked()
+    source = Watched(batches(world, range(4, 20)), pause)
+    losses += train(mode, source, stop_at=5)
+    ended += planner_threads(), source.reading.locked()
+    losses += train(mode, batches(world, range(6, 8)))
+    found = len(losses), ended, state(mode)
+    mode.close()
+    return found
+
+
+def test_a_stream_has_ended_when_no_batch_is_being_read() -> None:
+    one, other = run_ranks(alone, 2, read_on)
+    assert one == other and one[:2] == (4 + 2 + 2, (0, False, 0, False))
 
 
 def case(optimizer: str = "adam", **changes: object) -> Scenario:

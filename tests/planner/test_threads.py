@@ -1,0 +1,98 @@
+"""Threads that plan: who makes which call, when, and what comes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from distcache.planner.threads import Threads
+
+LIMIT_S = 30.0
+
+
+@contextmanager
+def several(count: int) -> Iterator[Threads]:
+    """So many threads, which have ended afterwards."""
+    threads, before = Threads(count), threading.active_count()
+    yield threads
+    threads.close()
+    assert threading.active_count() == before - count + 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_results_are_in_order_and_the_first_error_is_raised_when_all_calls_are_over(count) -> None:
+    over = []
+
+    def call(number: int, bad: int) -> int:
+        over.append(number)
+        if number >= bad:
+            raise ValueError(f"call {number}")
+        return number * number
+
+    with several(count) as threads:
+        assert threads.each(call, [(n, 9) for n in range(7)]) == [n * n for n in range(7)]
+        over.clear()
+        with pytest.raises(ValueError, match="call 3"):
+            threads.each(call, [(n, 3) for n in range(7)])
+        assert count == 1 or sorted(over) == list(range(7))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_threads_make_calls_at_the_same_time(count) -> None:
+    together = threading.Barrier(count)
+
+    def call(number: int) -> int:
+        together.wait(LIMIT_S)  # until all are here
+        return threading.get_ident()
+
+    with several(count) as threads:
+        who = threads.each(call, [(n,) for n in range(count)])
+        assert len(set(who)) == count and threading.get_ident() in who
+
+
+def test_what_is_begun_is_made_beside_by_one_thread_in_order() -> None:
+    may, seen = threading.Event(), []
+
+    def call(number: int) -> int:
+        assert may.wait(LIMIT_S) and threads.run_here()
+        seen.append((number, threading.get_ident()))
+        return number
+
+    with several(3) as threads:
+        wanted = [threads.begin(call, number) for number in range(4)]
+        assert not seen and not threads.run_here()
+        may.set()  # which the one that wants a result could not do first
+        assert [want() for want in wanted] == [0, 1, 2, 3] == [number for number, _ in seen]
+        assert len({thread for _, thread in seen} - {threading.get_ident()}) == 1
+        with pytest.raises(ZeroDivisionError):
+            threads.begin(divmod, 1, 0)()
+        slow = threads.begin(threading.Event().wait, 0.2)
+        threads.settle()
+        assert slow() is False
+
+
+def test_alone_what_is_begun_is_made_when_it_is_wanted() -> None:
+    seen: list[int] = []
+    with several(1) as threads:
+        wanted = threads.begin(seen.append, 1)
+        threads.settle()
+        assert seen == []
+        wanted()
+        assert seen == [1] and not threads.run_here()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_both_sides_share_calls_at_the_same_time(count) -> None:
+    """A thread that waits for calls of its own never waits for those of the other side."""
+
+    def squares(size: int) -> list[int]:
+        return threads.each(lambda n: n * n, [(n,) for n in range(size)])
+
+    with several(count) as threads:
+        for size in range(1, 60):
+            wanted = threads.begin(squares, size)
+            assert squares(size + 1) == [n * n for n in range(size + 1)]
+            assert wanted() == [n * n for n in range(size)]
