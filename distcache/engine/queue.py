@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -123,6 +123,10 @@ class StepStream:
 
         return threading.Thread(target=run, name=name, daemon=True)
 
+    def _started(self) -> Sequence[threading.Thread]:
+        """Its own threads, once they have been started."""
+        return (self._movement, self._plans) if self._moves else (self._plans,)
+
     def _abandon(self) -> None:
         """End what has started, or is about to, and give it time for that."""
         self.tell()
@@ -160,6 +164,7 @@ class StepStream:
             self._error = error
             if not isinstance(error, DistcacheError):
                 error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
+        self._planner.threads.settle()  # no batch is being read any more
         with self._lock:  # no more steps come
             self._ended = True
             if self._planner.alone:
@@ -167,7 +172,6 @@ class StepStream:
                 # so this rank may not exchange them at all.
                 self._broken = self._error
             self._tell_all()
-        self._planner.threads.settle()  # no batch is being read once this thread has ended
 
     def _put(self, flight: Flight) -> None:
         """Hand in a planned step; waits for room, and drops it once stopping."""
@@ -257,16 +261,16 @@ class StepStream:
                 while not (self._known or self._ended or self._broken):
                     self._wait(self._news, began)
                 self._wanted = False
-            if not self._known:
-                self._raise_if_broken()
-                if self._error is not None:
-                    raise self._error
-                raise StopIteration
-            flight = self._known.popleft()
-            if not self._moves:
-                self._room.notify()
-        flight.waited(started)
-        return flight
+            if self._known:
+                flight = self._known.popleft()
+                if not self._moves:
+                    self._room.notify()
+                flight.waited(started)
+                return flight
+            self._raise_if_broken()
+        for thread in self._started():  # which have nothing left to do
+            thread.join(_POLL_S)
+        raise self._error or StopIteration
 
     def release(self, done: int, mark: Mark = LONG_OVER, last: int | None = None) -> None:
         """Let move what may now; `done`: the last step that was applied, and `mark`: where on the
@@ -401,6 +405,6 @@ class StepStream:
             return False
         finally:
             self.tell()
-        for thread in (self._movement, self._plans) if self._moves else (self._plans,):
+        for thread in self._started():
             thread.join(max(0.0, deadline - time.monotonic()))
         return self.ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -55,6 +56,7 @@ class Threads:
         self._others = [Thread(args=(asked,), **how) for asked in self._asked]
         for thread in self._others:
             thread.start()
+        self._end = weakref.finalize(self, _end, self._asked)  # where nobody closes them
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
         """What each thread gets of so many pieces: from which on, up to which."""
@@ -91,11 +93,16 @@ class Threads:
 
     def close(self) -> None:
         """End the threads."""
-        for asked in self._asked:
-            asked.put(None)
+        self._end()
         for thread in self._others:
             thread.join()
         self._others, self._asked = [], []
+
+
+def _end(queues: Sequence[SimpleQueue[Any]]) -> None:
+    """Let the threads of these end."""
+    for asked in queues:
+        asked.put(None)
 
 
 def _work(asked: SimpleQueue[Shared | None]) -> None:

@@ -74,6 +74,18 @@ def test_what_is_begun_is_made_beside_by_one_thread_in_order() -> None:
         assert slow() is False
 
 
+def test_threads_end_with_what_runs_them() -> None:
+    before = set(threading.enumerate())
+    threads = Threads(3)
+    assert threads.each(abs, [(-1,), (2,)]) == [1, 2]
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2
+    del threads
+    for thread in own:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
 def test_alone_what_is_begun_is_made_when_it_is_wanted() -> None:
     seen: list[int] = []
     with several(1) as threads:
