@@ -115,13 +115,15 @@ HOST = HostTimes(
     byte_s=1.59e-10,
     moved_s=2.81e-8,
     row_s=1.79e-8,
-    serial=0.123,
+    serial=0.079,
     planner_threads=6,
     name="measured on 2 shared cores of an AMD EPYC",
 )
 """By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
-kernel's launch takes beside a GPU, and `planner_threads`: `trainer.planner_threads=auto` takes the
-rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is in none.
+kernel's launch takes beside a GPU; `serial`, which `cli.plan_run.time_planner` found to be 0.077 to
+0.080 at 16,384 samples once another thread read ahead; and `planner_threads`, of which
+`trainer.planner_threads=auto` takes the rank's share of the cores, 14 in a DGX H100. A planner's
+wait for those of other ranks is in none.
 """
 
 
