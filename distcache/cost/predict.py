@@ -189,10 +189,11 @@ def host_seconds(
     ids = sum(group.lookups for group in demand.groups)
     placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
-    planner = threads.id_s * ids + threads.named_s * demand.rank_rows + threads.placed_s * placed
+    planner = threads.planning_s + threads.id_s * ids
+    planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
-    planner += threads.planning_s + threads.exchange_s * math.log2(world)
+    planner += threads.exchange_s * math.log2(world)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     moved = (hits.fetched + hits.written_back) / world
