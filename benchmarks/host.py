@@ -69,6 +69,7 @@ class HostOptions:
     planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
     launch_us: float = option(7.0, "microseconds of a kernel's launch beside a GPU, an estimate")
     against: str = option("", "another checkout, whose training takes turns with this one's")
+    measured: bool = option(True, "false: steps as predicted from the table of distcache.plan")
     out: str = option("", "the report, a .md file; JSON lines go beside it")
 
 
@@ -86,6 +87,9 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     ahead = "cache.lookahead=16", "cache.prefetch=1", f"cache.ratio={options.ratio}"
     config = compose_setting(options.size, (*layers, *ahead, *overrides))
     rows = list(config.data.table_rows)
+    if not options.measured:
+        own = {"planner_threads": options.planner_threads, "launch_s": 1e-6 * options.launch_us}
+        return predictions(options, rows, replace(HOST, **own))
     records: list[Record] = []
     for about in runs_of(options):
         log.info(" ".join(f"{key}={value}" for key, value in about.items()))
@@ -100,9 +104,13 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
             **planner_times(world, rows, options.batch),
         )
     planner = replace(planner, launch_s=1e-6 * options.launch_us)
-    times = constants(options, rows, records, planner)
+    return [*records, *predictions(options, rows, constants(options, rows, records, planner))]
+
+
+def predictions(options: HostOptions, rows: Sequence[int], times: HostTimes) -> list[Record]:
+    """The constants, and the steps predicted from them."""
     numbers = {key: value for key, value in asdict(times).items() if key != "name"}
-    records += [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
+    records = [{"kind": "constant", "key": key, "value": v} for key, v in numbers.items()]
     return [*records, *steps_of(options, rows, times)]
 
 

@@ -14,6 +14,7 @@ from benchmark_checks import of, read_report
 from launching import CHECKOUT
 
 from benchmarks import against_rank, host
+from distcache.cost.cluster import HOST
 from distcache.cost.predict import BINDS
 
 SMALL = ["size=small", "batch=64", "ratio=0.1", "steps=2", "repetitions=2", "warmup=12"]
@@ -57,6 +58,17 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
         fused = step["who"] == "fused tables"
         assert (step["planner"] == 0) == (step["mover"] == 0) == fused
     assert not list(Path("/dev/shm").glob("*against*"))
+
+
+def test_steps_are_predicted_from_the_table_alone(tmp_path):
+    out = tmp_path / "host.md"
+    words = ["measured=false", "planner_threads=14", f"out={out}"]
+    assert host.main([*SMALL, *words]) == 0
+    _, records = read_report(out, host.BENCH)
+    values = {record["key"]: record["value"] for record in of(records, "constant")}
+    assert values.pop("planner_threads") == 14 and not of(records, "thread")
+    assert all(value == getattr(HOST, key) for key, value in values.items())
+    assert len(of(records, "step")) == 4 * len(host.WIDTHS) * len(host.SHARES) * len(host.WORLDS)
 
 
 def test_torch_kernels_and_model_are_not_a_threads_own_work(monkeypatch):
