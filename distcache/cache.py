@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.compiled import array, compiled, i8, in4, in8, out4, out8, types
+from distcache.compiled import array, compiled, fetch_early, i8, in4, in8, out4, out8, types
 from distcache.errors import MemoryTooSmallError, PlanError
 from distcache.layout import RowKind
 from distcache.ops import put
@@ -99,6 +99,9 @@ FOREIGN = -2
 
 _flags = array(types.boolean, True)
 
+_EARLY = 24
+"""Slots ahead of the one that is looked at that are on their way to the core's cache."""
+
 
 @compiled(types.void(_flags, in4))
 def set_flags(flags: np.ndarray, slots: np.ndarray) -> None:
@@ -126,12 +129,18 @@ def free_slots(
     """Free `slots`, int32 `[m]`, if they hold `rows`, int64. How many of them were dirty, which go
     to `left`, and their rows to `left_rows`, both of `[m]`; where the i-th, the first, holds
     another row, -1 - i, and all is as before."""
-    for i in range(len(slots)):
-        if slot_row[slots[i]] != rows[i]:
-            return -1 - i
     count = 0
     for i in range(len(slots)):
+        if i + _EARLY < len(slots):
+            fetch_early(slot_row, slots[i + _EARLY])
+            fetch_early(dirty, slots[i + _EARLY])
         slot = slots[i]
+        if slot_row[slot] != rows[i]:
+            for k in range(i):
+                slot_row[slots[k]] = rows[k]
+            for k in range(count):
+                dirty[left[k]] = True
+            return -1 - i
         if dirty[slot]:
             left[count], left_rows[count] = slot, rows[i]
             count += 1

@@ -111,6 +111,11 @@ def test_refusals_name_slot_and_row_and_change_nothing(cache: DeviceCache) -> No
     assert cache.slot_row.tolist() == [FREE] * 3 + [30, 40] + [FREE] * 5
     assert_rows(cache, ints(3, 4), ints(30, 40), 0)
     assert not cache.dirty.any()
+    cache.mark_dirty(ints(4))
+    with pytest.raises(PlanError, match="slot 6 is free, but row 60"):
+        cache.evict(ints(3, 4, 6), ints(30, 40, 60))
+    assert cache.slot_row.tolist() == [FREE] * 3 + [30, 40] + [FREE] * 5
+    assert cache.dirty_slots().tolist() == [4]
 
 
 def test_memory_that_is_not_there_is_told_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
