@@ -139,8 +139,8 @@ def make_groups(
 def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBags:
     """The part of `ids` that reads `group`; `dtype` is that of weights and scales.
 
-    NumPy: this runs on the planner's thread, where a torch operation would start a pool of threads
-    beside that of training.
+    NumPy: this runs on a thread beside training, where a torch operation would start a pool of
+    threads beside that of training.
     """
     batch = ids.batch_size
     offsets, values, weights = ids.offsets, ids.values, ids.weights

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -38,6 +38,9 @@ DEPTH = 2
 
 _ABANDON_S = 1.0
 """Longest wait for threads whose start was interrupted."""
+
+_END_S = 60.0
+"""Longest wait for the threads of a stream that has told its end."""
 
 SWITCH_S = 5e-5
 """How long a thread has the interpreter while another wants it, beside a GPU: in Python's own 5 ms,
@@ -123,10 +126,6 @@ class StepStream:
 
         return threading.Thread(target=run, name=name, daemon=True)
 
-    def _started(self) -> Sequence[threading.Thread]:
-        """Its own threads, once they have been started."""
-        return (self._movement, self._plans) if self._moves else (self._plans,)
-
     def _abandon(self) -> None:
         """End what has started, or is about to, and give it time for that."""
         self.tell()
@@ -164,7 +163,6 @@ class StepStream:
             self._error = error
             if not isinstance(error, DistcacheError):
                 error.add_note(f"on the planner's thread, {self._planner.ingested} steps read")
-        self._planner.threads.settle()  # no batch is being read any more
         with self._lock:  # no more steps come
             self._ended = True
             if self._planner.alone:
@@ -172,6 +170,7 @@ class StepStream:
                 # so this rank may not exchange them at all.
                 self._broken = self._error
             self._tell_all()
+        self._planner.threads.settle()  # no batch is being read once this thread has ended
 
     def _put(self, flight: Flight) -> None:
         """Hand in a planned step; waits for room, and drops it once stopping."""
@@ -180,7 +179,8 @@ class StepStream:
                 self._wait(self._room)
             if not self.stopping:
                 self._known.append(flight)
-                self._unmoved.append(flight)
+                if self._moves:
+                    self._unmoved.append(flight)
                 self._coming = flight.step + 1
                 self._work.notify()
                 self._news.notify()
@@ -261,16 +261,16 @@ class StepStream:
                 while not (self._known or self._ended or self._broken):
                     self._wait(self._news, began)
                 self._wanted = False
-            if self._known:
-                flight = self._known.popleft()
-                if not self._moves:
-                    self._room.notify()
-                flight.waited(started)
-                return flight
-            self._raise_if_broken()
-        for thread in self._started():  # which have nothing left to do
-            thread.join(_POLL_S)
-        raise self._error or StopIteration
+            if not self._known:
+                self._raise_if_broken()
+                if self._error is not None:
+                    raise self._error
+                raise StopIteration
+            flight = self._known.popleft()
+            if not self._moves:
+                self._room.notify()
+        flight.waited(started)
+        return flight
 
     def release(self, done: int, mark: Mark = LONG_OVER, last: int | None = None) -> None:
         """Let move what may now; `done`: the last step that was applied, and `mark`: where on the
@@ -405,6 +405,18 @@ class StepStream:
             return False
         finally:
             self.tell()
-        for thread in self._started():
+        return self._end_by(deadline)
+
+    def has_ended(self) -> bool:
+        """Whether it has `ended`; where all its steps are taken and moved, threads get time to, for
+        one may still read a batch."""
+        with self._lock:
+            over = self._ended and not (self._known or self._unmoved)
+        limit_s = min(self._world.timeout_s, _END_S)
+        return self.ended or (over and self._end_by(time.monotonic() + limit_s))
+
+    def _end_by(self, deadline: float) -> bool:
+        """Wait until then for the threads to end; whether they have."""
+        for thread in (self._movement, self._plans) if self._moves else (self._plans,):
             thread.join(max(0.0, deadline - time.monotonic()))
         return self.ended

@@ -87,7 +87,8 @@ WAIT = "wait"
 class Span(NamedTuple):
     """One stage of one step: when it ran, in seconds of `time.perf_counter`, and on which lane.
 
-    Lanes: `planner` and `movement` are threads beside training, `training` is the loop's own.
+    Lanes: `planner`, `reading` and `movement` are threads beside training, `training` is the loop's
+    own.
     """
 
     name: str

@@ -105,7 +105,7 @@ class CachedTables:
     ) -> None:
         """`features`: of the batches, in their order; `popularity`: what statistics say of these
         tables, in order; `check`: gives a batch whose ids lie in their tables, or raises DataError
-        (on the planner's thread); `stores`: of `release`, whose rows go on. Raises
+        (on the thread that reads it); `stores`: of `release`, whose rows go on. Raises
         MemoryTooSmallError where a host does not hold the rows.
         """
         self.world, self.tables, self.settings, self.update = world, list(tables), settings, update
@@ -176,8 +176,11 @@ class CachedTables:
                 "a step failed half-way, and this model cannot go on: make it anew, then load a "
                 "checkpoint"
             )
-        if self.stream is not None and not self.stream.ended:
-            raise PlanError("another stream of this model is open: end or close it first")
+        if self.stream is not None and not self.stream.has_ended():
+            raise PlanError(
+                "another stream of this model is open, or a batch that it reads does not come: end "
+                "or close it first"
+            )
         if self._stale or self.planner.ingested != self.last_step + 1:
             rows = self.rows
             self.planner.restore(self.last_step, lambda at, slots: rows[at].held_rows(slots))

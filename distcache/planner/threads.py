@@ -13,6 +13,9 @@ from queue import SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
 
+_LEAVING_S = 1.0
+"""How long closing waits for a thread; one may be at something that does not come to an end."""
+
 
 class Shared:
     """Calls that threads share: each that comes makes the next one that nobody has begun."""
@@ -31,6 +34,7 @@ class Shared:
                 except BaseException as error:
                     told = place, None, error
                 self._told.put(told)
+                del told  # which an error's traceback would hold, and be held by
 
     def results(self) -> list:
         """What the calls return, once all are over: they work on what the caller has. Raises what
@@ -53,9 +57,11 @@ class Threads:
         self.count = count
         self._asked = [SimpleQueue[Any]() for _ in range(count - 1)]
         how: dict[str, Any] = {"target": _work, "name": "distcache-part", "daemon": True}
-        self._others = [Thread(args=(asked,), **how) for asked in self._asked]
-        for thread in self._others:
+        self._threads = [Thread(args=(asked,), **how) for asked in self._asked]
+        for thread in self._threads:
             thread.start()
+        self._others = list(zip(self._threads, self._asked, strict=True))
+        """Those that are there for calls, until they are closed."""
         self._end = weakref.finalize(self, _end, self._asked)  # where nobody closes them
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
@@ -68,7 +74,7 @@ class Threads:
         if not self._others or len(arguments) < 2:
             return [call(*of) for of in arguments]
         shared, here = Shared(call, arguments), current_thread()
-        for thread, asked in zip(self._others, self._asked, strict=True):
+        for thread, asked in self._others:
             if thread is not here:
                 asked.put(shared)
         shared.work()
@@ -77,11 +83,11 @@ class Threads:
     def begin(self, call: Callable[..., Any], *of: Any) -> Callable[[], Any]:
         """What returns the result of a call. Another thread makes it from now on, one for all of
         these, in their order; where there is none, it is made when its result is wanted."""
-        if not self._others:
-            return partial(call, *of)
-        shared = Shared(call, [of])
-        self._asked[0].put(shared)
-        return lambda: shared.results()[0]
+        for _, asked in self._others[:1]:
+            shared = Shared(call, [of])
+            asked.put(shared)
+            return lambda: shared.results()[0]
+        return partial(call, *of)
 
     def settle(self) -> None:
         """Wait until all that was begun is over."""
@@ -89,14 +95,14 @@ class Threads:
 
     def run_here(self) -> bool:
         """Whether the caller is one of the others."""
-        return current_thread() in self._others
+        return current_thread() in self._threads
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, but for one that is still at a call after a second."""
+        self._others = []
         self._end()
-        for thread in self._others:
-            thread.join()
-        self._others, self._asked = [], []
+        for thread in self._threads:
+            thread.join(_LEAVING_S)
 
 
 def _end(queues: Sequence[SimpleQueue[Any]]) -> None:

@@ -4,9 +4,11 @@ which all ranks do the same after the same step and can go on; rows that move be
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,6 +34,7 @@ from distcache.data.batch import Batch
 from distcache.engine.exchange import Part, Status, Told
 from distcache.engine.queue import SWITCH_S, quick_switches
 from distcache.errors import PeerError
+from distcache.parallel import cached as cached_modes
 from distcache.parallel.cached import CachedSettings
 from distcache.planner.victims import Policy
 
@@ -397,6 +400,63 @@ def read_on(world: World) -> tuple:
 def test_a_stream_has_ended_when_no_batch_is_being_read() -> None:
     one, other = run_ranks(alone, 2, read_on)
     assert one == other and one[:2] == (4 + 2 + 2, (0, False, 0, False))
+
+
+def ended_elsewhere(world: World) -> tuple:
+    """A stream that ends with the data of rank 0, while rank 1 waits for a batch that comes only
+    once all steps are trained: how many they are, and whether it came then."""
+    mode, may, came = make(world, planner_threads=2), threading.Event(), []
+
+    def source() -> Iterator[Batch]:
+        yield from batches(world, range(4 + world.rank))
+        if world.rank:
+            came.append(may.wait(30))
+
+    steps = 0
+    for step in mode.stream(source()):
+        mode.train_step(step)
+        steps += 1
+        if steps == 4:
+            may.set()
+    mode.close()
+    return steps, came
+
+
+def test_the_end_of_another_ranks_data_waits_for_no_batch() -> None:
+    assert run_ranks(alone, 2, ended_elsewhere) == [(4, []), (4, [True])]
+
+
+def test_a_batch_that_does_not_come_holds_up_no_closing(world, monkeypatch) -> None:
+    monkeypatch.setattr(cached_modes, "_STOP_S", 0.5)
+    mode, may, closed = make(world, planner_threads=2), threading.Event(), threading.Event()
+
+    def source() -> Iterator[Batch]:
+        yield from batches(world, range(6))
+        may.wait(60)
+
+    with warnings() as lines:
+        for step in mode.stream(source()):
+            mode.train_step(step)
+            if step.batch.index == 1:
+                break
+    assert "the planner did not end within 0.5 s" in lines[0]
+    closing = threading.Thread(target=lambda: (mode.close(), closed.set()))
+    closing.start()
+    assert closed.wait(20)
+    may.set()
+    closing.join()
+
+
+def test_steps_are_let_go_of_whatever_the_schedule(world) -> None:
+    for schedule in ("serial", "overlapped"):
+        mode, flights = make(world, schedule=schedule), []
+        for step in mode.stream(batches(world, range(5))):
+            mode.train_step(step)
+            flights.append(weakref.ref(step.flight))
+            if step.batch.index == 4:
+                gc.collect()
+                assert [flight() is None for flight in flights[:2]] == [True, True], schedule
+        mode.close()
 
 
 def case(optimizer: str = "adam", **changes: object) -> Scenario:
