@@ -32,6 +32,7 @@ from distcache.embedding.settings import Recipe, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
 from distcache.engine.planning import planner_threads
+from distcache.engine.queue import STOP_S
 from distcache.engine.step import APPLY, Flight, StageClock, record
 from distcache.engine.tables import CachedTables, all_of, choices_of
 from distcache.engine.whole import Part, WholeTables
@@ -53,9 +54,6 @@ KEPT_BYTES = 256 << 20
 
 _RECORD_DELAY = 2
 """Steps after which stages are timed where the device works on: earlier the host would wait."""
-
-STOP_S = 60.0
-"""Longest wait for the planner's last exchange with the other ranks, seconds."""
 
 LEAVING_S = 5.0
 """Longest wait for threads whose steps are of no use, seconds: at the interpreter's end, where they

@@ -30,8 +30,8 @@ from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
-from distcache.embedding.step import LEAVING_S, STOP_S, CollectionTables
-from distcache.engine.queue import StepStream
+from distcache.embedding.step import LEAVING_S, CollectionTables
+from distcache.engine.queue import STOP_S, StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError

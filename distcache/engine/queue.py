@@ -39,8 +39,9 @@ DEPTH = 2
 _ABANDON_S = 1.0
 """Longest wait for threads whose start was interrupted."""
 
-_END_S = 60.0
-"""Longest wait for the threads of a stream that has told its end."""
+STOP_S = 60.0
+"""Longest wait for threads to end: for the planner's last exchange with the other ranks, or for a
+batch that one reads, seconds."""
 
 SWITCH_S = 5e-5
 """How long a thread has the interpreter while another wants it, beside a GPU: in Python's own 5 ms,
@@ -412,7 +413,7 @@ class StepStream:
         one may still read a batch."""
         with self._lock:
             over = self._ended and not (self._known or self._unmoved)
-        limit_s = min(self._world.timeout_s, _END_S)
+        limit_s = min(self._world.timeout_s, STOP_S)
         return self.ended or (over and self._end_by(time.monotonic() + limit_s))
 
     def _end_by(self, deadline: float) -> bool:

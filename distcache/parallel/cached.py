@@ -25,6 +25,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts, RowChoice
+from distcache.engine.queue import STOP_S
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.engine.whole import Snapshot
@@ -49,11 +50,8 @@ MOST_NAMED = 64
 _DELAY = 2
 """Steps after which the host looks at a step's loss, where the device works on beside it."""
 
-_STOP_S = 60.0
-"""Longest wait for the planner's last exchange after an orderly stop."""
-
 _FAILED_STOP_S = 1.0
-"""The same when a step failed: the other planners may never come."""
+"""`STOP_S` when a step failed: the other planners may never come."""
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +161,7 @@ class CachedParallel(Parallel):
         if not self._open:
             return
         self._open, self._due, tables = False, None, self.tables
-        limit = _FAILED_STOP_S if tables.failed else min(self.world.timeout_s, _STOP_S)
+        limit = _FAILED_STOP_S if tables.failed else min(self.world.timeout_s, STOP_S)
         try:
             ended = tables.end(limit, orderly=not tables.failed)
         except Exception as error:  # the movement of a step that nobody will run

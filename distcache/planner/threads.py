@@ -55,14 +55,14 @@ class Threads:
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
-        self._asked = [SimpleQueue[Any]() for _ in range(count - 1)]
+        queues = [SimpleQueue[Any]() for _ in range(count - 1)]
         how: dict[str, Any] = {"target": _work, "name": "distcache-part", "daemon": True}
-        self._threads = [Thread(args=(asked,), **how) for asked in self._asked]
+        self._threads = [Thread(args=(asked,), **how) for asked in queues]
         for thread in self._threads:
             thread.start()
-        self._others = list(zip(self._threads, self._asked, strict=True))
+        self._others = list(zip(self._threads, queues, strict=True))
         """Those that are there for calls, until they are closed."""
-        self._end = weakref.finalize(self, _end, self._asked)  # where nobody closes them
+        self._end = weakref.finalize(self, _end, queues)  # where nobody closes them
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
         """What each thread gets of so many pieces: from which on, up to which."""

@@ -427,7 +427,7 @@ def test_the_end_of_another_ranks_data_waits_for_no_batch() -> None:
 
 
 def test_a_batch_that_does_not_come_holds_up_no_closing(world, monkeypatch) -> None:
-    monkeypatch.setattr(cached_modes, "_STOP_S", 0.5)
+    monkeypatch.setattr(cached_modes, "STOP_S", 0.5)
     mode, may, closed = make(world, planner_threads=2), threading.Event(), threading.Event()
 
     def source() -> Iterator[Batch]:
