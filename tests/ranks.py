@@ -7,8 +7,10 @@ The processes are forked from one that has imported everything and started nothi
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
+import signal
 import socket
 import time
 import traceback
@@ -27,6 +29,9 @@ import torch.multiprocessing as mp
 _PORTS = 1500
 """Of each process that runs tests: those of others, and what the system hands out (from 32768 on),
 do not come between finding a port free and listening on it."""
+
+_SAYING_S = 0.5
+"""How long ranks that do not come to an end get to say where they are."""
 
 TESTS = Path(__file__).resolve().parent
 
@@ -84,6 +89,7 @@ def _child(
     set_variables(os.environ, here | {"OMP_NUM_THREADS": 1}, port, agent)
     mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # says on stderr where its threads are
     try:
         pipe.send((function(rank, size, *args), 0.0))
     except BaseException:
@@ -134,7 +140,7 @@ class Job:
         """How each rank ended, except the ranks `but`, which are killed when the others are done.
 
         TimeoutError names those that are not done in `timeout` seconds; `raising`: the first that
-        fails or dies is a RuntimeError.
+        fails or dies is a RuntimeError. Before that, the others say on stderr where they are.
         """
         found, deadline = [End() for _ in self._children], time.monotonic() + timeout
         pipes = {pipe: rank for pipe, rank in self._pipes.items() if rank not in but}
@@ -160,6 +166,12 @@ class Job:
                 if rank not in but:
                     child.join(10 if raising else max(0.1, deadline - time.monotonic()))
                     found[rank].exitcode = child.exitcode
+        except (RuntimeError, TimeoutError):
+            for rank in pipes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._children[rank].pid, signal.SIGUSR1)
+            time.sleep(_SAYING_S)
+            raise
         finally:
             for child in self._children:
                 child.kill()

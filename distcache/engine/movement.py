@@ -499,8 +499,9 @@ class Mover:
         flight.fill_between_nodes += self._sent.inter_node_bytes
 
     def _send(self, flight: Flight) -> None:
-        """The step's index tensors, once for all that reads them, and the batch's own, all with one
-        copy; what batches of one shape have in common stays on the device."""
+        """The step's index tensors, once for all that reads them, and the batch's own, with one
+        copy beside that of each group's occurrences, which the planner has in place; what batches
+        of one shape have in common stays on the device."""
         batch, device = flight.batch, self._link.world.device
         sizes = batch.parts or (batch.ids.batch_size,)
         by_group = [
@@ -533,6 +534,10 @@ class Mover:
         kept = {key: both[1] for key, both in self._common.items() if key in common}
         there, device = dict(kept), self._link.world.device
         own = {key for key in every if key not in common}
+        for plan in flight.plans:
+            if (key := id(plan.occurrences)) in own:
+                there[key] = plan.occurrences.to(device, non_blocking=True)
+        own -= there.keys()
         for keys in (common.keys() - kept.keys(), own):  # what stays lies in memory of its own
             new = all_to_device([every[key] for key in keys], device) if keys else []
             there |= dict(zip(keys, new, strict=True))

@@ -149,8 +149,9 @@ class StreamPlanner:
         for region in regions:
             region.planner.threads = self.threads
             parts[region.group][region.sharded] = region.planner.parts
+        pinned = link.world.device.type == "cuda"
         self._ranks = [
-            RankPlanner(group.layout, group.hot_rows, of, self.threads)
+            RankPlanner(group.layout, group.hot_rows, of, self.threads, pinned)
             for group, of in zip(groups, parts, strict=True)
         ]
         """What this rank does for each group."""

@@ -84,8 +84,8 @@ class RankPlanner:
     """Plans what one rank does for one group: `request` in stream order, then `assemble`.
 
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
-    homes, for replicated and for sharded rows; None: one. Scratch is kept from one call to the
-    next.
+    homes, for replicated and for sharded rows; None: one. `pinned`: occurrences lie in memory from
+    which a device takes them. Scratch is kept from one call to the next.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class RankPlanner:
         hot: HotRows | None = None,
         parts: Sequence[Parts | None] = (None, None),
         threads: Threads = ALONE,
+        pinned: bool = False,
     ) -> None:
-        self._world, self._threads = layout.world_size, threads
+        self._world, self._threads, self._pinned = layout.world_size, threads, pinned
         regions = parts[:1] if hot is None else parts
         both = [of or Parts(0, layout.most_rows) for of in regions]
         self._shelves = [1 << of.shelves for of in both]
@@ -165,20 +166,21 @@ class RankPlanner:
 
     def occurrences(
         self, request: RowRequest, canonical: np.ndarray, missing: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """`positions` and `order` of a `StepPlan`, int32, and how many ids are `missing`.
+    ) -> tuple[torch.Tensor, int]:
+        """`occurrences` of a `StepPlan`, int32, and how many ids are `missing`.
 
         `canonical` int32 `[R]`: the canonical index of each row that was asked for; `missing`
         uint8, by that: whether it is not cached.
         """
-        positions, order = np.empty((2, len(request.labels)), np.int32)
+        shape = 2, len(request.labels)
+        both = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
         named = np.ascontiguousarray(canonical, np.int32), request.segments, missing
         about, labels, places = self._room.about, request.labels, request.places
         of_each = [
-            (request.pieces, *span, labels, places, *named, about, positions, order)
+            (request.pieces, *span, labels, places, *named, about, *both.numpy())
             for span in request.spans
         ]
-        return positions, order, sum(self._threads.each(loops.order_ids, of_each))
+        return both, sum(self._threads.each(loops.order_ids, of_each))
 
     def assemble(
         self,
@@ -207,12 +209,11 @@ class RankPlanner:
         loops.mark(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
-        positions, order, missed = self.occurrences(request, asked, missing)
+        occurrences, missed = self.occurrences(request, asked, missing)
         return StepPlan(
             step=own.step,
             kind=own.kind,
-            positions=torch.from_numpy(positions),
-            order=torch.from_numpy(order),
+            occurrences=occurrences,
             touched=as_tensor(asked),
             segments=torch.from_numpy(request.segments),
             touched_counts=tuple([len(part.reply) for part in parts]),
@@ -227,7 +228,7 @@ class RankPlanner:
             evict_slots=as_tensor(own.evict_slots),
             evict_rows=as_tensor(own.evict_rows, np.int64),
             move_after=move_after,
-            lookup_hits=len(positions) - missed,
+            lookup_hits=len(request.labels) - missed,
             shard=shard,
         )
 
