@@ -33,7 +33,7 @@ from distcache.cli.plan_run import PLANNER, Options, measure_host, parse_request
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
-from distcache.cost.predict import Prediction, Settings, predict
+from distcache.cost.predict import INDEX_BYTES, Prediction, Settings, predict
 from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 
@@ -206,7 +206,7 @@ def constants(
     the planner's thread get what all predict of it.
 
     Training's own work is the median over the runs of `data`; movement's has a part for each byte
-    of index tensors and each row that comes or leaves. The planner's are times what it takes beside
+    of index tensors that it packs and each row that comes or leaves. The planner's are times what it takes beside
     training, whose caches are colder; what it takes more with several ranks, an exchange takes. Of
     turns the least counts, without what other load adds.
     """
@@ -215,9 +215,10 @@ def constants(
     own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
     times = replace(planner, planner_threads=1, exchange_s=0.0)
 
-    def moved(step: Prediction, ranks: int) -> list[float]:
-        rows = step.hits.fetched + step.hits.written_back if step.hits else 0.0
-        return [1.0, step.traffic.index_bytes, rows / ranks]
+    def moved(step: Prediction, record: Record) -> list[float]:
+        of_ids = INDEX_BYTES[0] * record["batch"] * len(rows)
+        leaving = step.hits.fetched + step.hits.written_back if step.hits else 0.0
+        return [1.0, step.traffic.index_bytes - of_ids, leaving / record["ranks"]]
 
     def step(record: Record) -> Prediction:
         kind = REPLICATED if record["mode"] == "data" else RESIDENT
@@ -225,7 +226,7 @@ def constants(
 
     training = [own[id(r)] for r in data if r["thread"] == "training"]
     moves = [record for record in here if record["thread"] == "movement"]
-    own_of_moves = fit([moved(step(r), r["ranks"]) for r in moves], [own[id(r)] for r in moves])
+    own_of_moves = fit([moved(step(r), r) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "byte_s", "moved_s"), own_of_moves, strict=True))
     moving["byte_s"] += planner.byte_s  # on a CPU nothing is packed
     times = replace(times, training_s=float(np.median(training)), **moving)

@@ -160,7 +160,7 @@ def step_time(
 # What a step asks of the threads of its host.
 
 LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 64, 6, 10
-MOVES, GROUP_MOVES = 1, 6
+MOVES, GROUP_MOVES = 1, 7
 """Kernels that training's thread and autograd's launch, of a step, for each group of tables of one
 width more, and with several ranks; kernels and copies of movement, in staging, of a step and for
 each group: counted for DLRM with seven layers and SGD on the CUDA device of tests/fake_device.
@@ -174,7 +174,8 @@ INDEX_BYTES = (8, 8, 4, 8)
 """Of index tensors that movement sends: for an id (its row's place, its place in the order of
 occurrences), for a row of the plan (its slot, and again where it is fetched), for a row that the
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
-place among all rows, and the home's own)."""
+place among all rows, and the home's own). An id's lie where the planner puts them; movement packs
+the others."""
 
 
 def host_seconds(
@@ -195,12 +196,12 @@ def host_seconds(
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
     planner += threads.exchange_s * math.log2(world)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
-    nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
+    packed = INDEX_BYTES[1] * placed + named * demand.rank_rows
     moved = (hits.fetched + hits.written_back) / world
-    mover = threads.moving_s + threads.byte_s * nbytes + (threads.moved_s + threads.row_s) * moved
+    mover = threads.moving_s + threads.byte_s * packed + (threads.moved_s + threads.row_s) * moved
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    return HostSeconds(launches, planner, mover), nbytes
+    return HostSeconds(launches, planner, mover), INDEX_BYTES[0] * ids + packed
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:

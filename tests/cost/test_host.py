@@ -84,12 +84,12 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
         for key, count in wanted.items():
             time = predicted(kind, HostTimes(**{key: 1e-9})).time
             assert time.threads.planner == pytest.approx(count * 1e-9), key
-        nbytes = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
-        nbytes += (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
-        assert whole.traffic.index_bytes == pytest.approx(nbytes)
+        packed = INDEX_BYTES[1] * placed + (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
+        sent = INDEX_BYTES[0] * wanted["id_s"] + packed
+        assert whole.traffic.index_bytes == pytest.approx(sent)
         moved = fetched + whole.hits.written_back / 4
         mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-7, moved_s=9e-7)).time.threads.mover
-        assert mover == pytest.approx(1e-9 * nbytes + 1e-6 * moved)
+        assert mover == pytest.approx(1e-9 * packed + 1e-6 * moved)
 
 
 def test_indices_of_a_large_step_keep_their_budget() -> None:
