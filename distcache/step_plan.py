@@ -235,8 +235,11 @@ class StepPlan(RegionPlan):
     """Position in the stream (training and evaluation steps count alike)."""
     kind: str
     """`train` or `eval`; an eval step dirties nothing."""
-    occurrences: Tensor
-    """`[2, n]`: `positions` and `order` of the n ids, in one piece of memory."""
+    positions: Tensor
+    """`[n]`: leaf row of each id of the local batch: its canonical index, or U + its place in the
+    rows of `shard`."""
+    order: Tensor
+    """`[n]`: local ids, those of `touched[0]` first, then those of the next, each in order."""
     touched: Tensor
     """`[R + N]`: leaf rows of this rank's ids, as it asked for them: R canonical ones, by home,
     then all of `shard`."""
@@ -252,21 +255,13 @@ class StepPlan(RegionPlan):
     """`[W]`: how many of `fetch` each home reads from its store."""
     move_after: int
     """Movement may start once `apply` of this step is done (-1: at once)."""
+    arena: Tensor
+    """int32: one piece of memory, in which `positions`, `order`, `segments`, `slots` and
+    `fetch_slots` lie, and of several ranks `touched` and `source_rows`."""
     lookup_hits: int
     """How many of the n local ids found their row cached when planned."""
     shard: ShardPlan | None = None
     """The sharded rows of the step; None for a group that has none."""
-
-    @property
-    def positions(self) -> Tensor:
-        """`[n]`: leaf row of each id of the local batch: its canonical index, or U + its place in
-        the rows of `shard`."""
-        return self.occurrences[0]
-
-    @property
-    def order(self) -> Tensor:
-        """`[n]`: local ids, those of `touched[0]` first, then those of the next, each in order."""
-        return self.occurrences[1]
 
     @property
     def distinct(self) -> int:
@@ -327,6 +322,7 @@ def check_plan(plan: StepPlan) -> None:
         ),
         "evicted slots and rows differ in number": plan.evict_slots.shape != plan.evict_rows.shape,
         "movement would wait for the step itself": plan.move_after >= plan.step,
+        "order and positions differ in length": plan.order.shape != plan.positions.shape,
     }
     if shard is not None:
         problems |= _shard_problems(shard)

@@ -88,8 +88,7 @@ class DeviceBags:
 
     Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
     of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
-    `positions` (None until they are `arranged`) is in the order of the bags that come out, so that
-    nothing is rearranged after.
+    `positions` is in the order of the bags that come out, so that nothing is rearranged after.
     `counts`: ids of each feature, where every id is a bag of its own (`lookups_of`). `touched`:
     None where that is all `leaf_rows`, in their order.
     """
@@ -100,13 +99,13 @@ class DeviceBags:
     leaf_rows: int
     offsets: Tensor
     bag_of: Tensor
-    occurrences: Tensor
+    positions: Tensor
+    order: Tensor
     segments: Tensor
     touched: Tensor | None
     weights: Tensor | None
     scale: Tensor | None
     chunks: SegmentChunks | None
-    positions: Tensor | None = None
 
     @classmethod
     def of(
@@ -130,7 +129,8 @@ class DeviceBags:
             leaf_rows=plan.leaf_rows,
             offsets=offsets,
             bag_of=bag_of,
-            occurrences=plan.occurrences,
+            positions=plan.positions,
+            order=plan.order,
             segments=plan.segments,
             touched=None if every else plan.touched,
             weights=bags.weights,
@@ -153,9 +153,9 @@ class DeviceBags:
 
     def arranged(self) -> DeviceBags:
         """The same with `positions`, which a plan has feature by feature, as they are read."""
-        by_feature = self.occurrences[0]
-        positions = by_sample(by_feature, *self.shape) if self.single else by_feature
-        return replace(self, positions=positions)
+        if not self.single:
+            return self
+        return replace(self, positions=by_sample(self.positions, *self.shape))
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -195,7 +195,7 @@ def part_of(
 ) -> tuple[GroupBags, StepPlan]:
     """The bags of `samples` out of `total` joined ones, and the plan as their lookup reads it.
 
-    Of the plan only what a lookup needs is the part's own: occurrences, touched, segments.
+    Of the plan only what a lookup needs is the part's own: positions, order, touched, segments.
     NumPy: it runs beside training.
     """
     first = np.arange(bags.features if total else 0) * total + samples.start
@@ -213,10 +213,10 @@ def part_of(
     )
     positions = plan.positions.numpy()[ids]
     touched, counts = np.unique(positions, return_counts=True)
-    order = positions.argsort(kind="stable")
     seen = replace(
         plan,
-        occurrences=torch.from_numpy(np.stack((positions, order.astype(np.int32)))),
+        positions=torch.from_numpy(positions),
+        order=torch.from_numpy(positions.argsort(kind="stable").astype(np.int32)),
         touched=torch.from_numpy(touched),
         segments=_ends(counts),
     )
@@ -311,7 +311,7 @@ class RowLookup(torch.autograd.Function):
 def _row_gradient(bags: DeviceBags, gradient: Tensor) -> Tensor:
     """Gradients of bags `[K, D]` summed by leaf row, `[U + N, D]`."""
     touched = ops.row_gradients(
-        gradient, bags.bag_of, bags.occurrences[1], bags.segments, bags.weights, bags.chunks
+        gradient, bags.bag_of, bags.order, bags.segments, bags.weights, bags.chunks
     )
     if bags.touched is None:
         return touched

@@ -499,9 +499,9 @@ class Mover:
         flight.fill_between_nodes += self._sent.inter_node_bytes
 
     def _send(self, flight: Flight) -> None:
-        """The step's index tensors, once for all that reads them, and the batch's own, with one
-        copy beside that of each group's occurrences, which the planner has in place; what batches
-        of one shape have in common stays on the device."""
+        """The step's index tensors, once for all that reads them: a copy for the arena of each
+        plan, and one for what is in none, as what a batch has of its own; what batches of one shape
+        have in common stays on the device."""
         batch, device = flight.batch, self._link.world.device
         sizes = batch.parts or (batch.ids.batch_size,)
         by_group = [
@@ -535,8 +535,8 @@ class Mover:
         there, device = dict(kept), self._link.world.device
         own = {key for key in every if key not in common}
         for plan in flight.plans:
-            if (key := id(plan.occurrences)) in own:
-                there[key] = plan.occurrences.to(device, non_blocking=True)
+            if id(plan.positions) in own:  # micro-batches have others
+                there |= _in_arena(plan, [every[key] for key in own], device)
         own -= there.keys()
         for keys in (common.keys() - kept.keys(), own):  # what stays lies in memory of its own
             new = all_to_device([every[key] for key in keys], device) if keys else []
@@ -550,3 +550,14 @@ class Mover:
         flight.where = [plan.mapped(moved) for plan in flight.plans]
         flight.made += [flight.dense, flight.labels]
         return [[of.mapped(moved) for of in of_group] for of_group in by_group]
+
+
+def _in_arena(plan: StepPlan, tensors: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Those of the `tensors` that lie in the arena of a plan, by `id`, on the device."""
+    first, there = plan.arena.data_ptr(), plan.arena.to(device, non_blocking=True)
+    starts = [(each.data_ptr() - first) // plan.arena.itemsize for each in tensors]
+    return {
+        id(each): there[at : at + len(each)]
+        for at, each in zip(starts, tensors, strict=True)
+        if 0 <= at < len(there)
+    }

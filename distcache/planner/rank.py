@@ -70,6 +70,9 @@ class HomePart:
     masks: np.ndarray | None = None
 
 
+_ALIGNED = 128
+"""Numbers at whose multiples the tensors of an arena begin: 512 bytes, as those of a device do."""
+
 _MOST_BITS = 63
 """Bits of what a hash table says of a row: its number, and its label."""
 
@@ -84,8 +87,8 @@ class RankPlanner:
     """Plans what one rank does for one group: `request` in stream order, then `assemble`.
 
     `hot`: the replicated rows of a group with sharded ones; None: all are replicated. `parts` of
-    homes, for replicated and for sharded rows; None: one. `pinned`: occurrences lie in memory from
-    which a device takes them. Scratch is kept from one call to the next.
+    homes, for replicated and for sharded rows; None: one. `pinned`: whether a device takes what is
+    planned from where it lies. Scratch is kept from one call to the next.
     """
 
     def __init__(
@@ -165,22 +168,32 @@ class RankPlanner:
         return RowRequest(*asked, pieces, spans, labels, places, segments)
 
     def occurrences(
-        self, request: RowRequest, canonical: np.ndarray, missing: np.ndarray
-    ) -> tuple[torch.Tensor, int]:
-        """`occurrences` of a `StepPlan`, int32, and how many ids are `missing`.
+        self,
+        request: RowRequest,
+        canonical: np.ndarray,
+        missing: np.ndarray,
+        positions: np.ndarray,
+        order: np.ndarray,
+    ) -> int:
+        """Fill `positions` and `order` of a `StepPlan`, int32; how many ids are `missing`.
 
         `canonical` int32 `[R]`: the canonical index of each row that was asked for; `missing`
         uint8, by that: whether it is not cached.
         """
-        shape = 2, len(request.labels)
-        both = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
         named = np.ascontiguousarray(canonical, np.int32), request.segments, missing
         about, labels, places = self._room.about, request.labels, request.places
         of_each = [
-            (request.pieces, *span, labels, places, *named, about, *both.numpy())
+            (request.pieces, *span, labels, places, *named, about, positions, order)
             for span in request.spans
         ]
-        return both, sum(self._threads.each(loops.order_ids, of_each))
+        return sum(self._threads.each(loops.order_ids, of_each))
+
+    def _laid_out(self, sizes: Sequence[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """An arena for so many numbers each, and its parts."""
+        starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        arena = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._pinned)
+        whole = arena.numpy()
+        return arena, [whole[at : at + size] for at, size in zip(starts, sizes, strict=False)]
 
     def assemble(
         self,
@@ -197,29 +210,38 @@ class RankPlanner:
         home_counts = tuple([len(part.slots) for part in parts])
         base = list(accumulate(home_counts, initial=0))
         total = leaf_rows = base[-1]
-        asked, shard = _joined([part.reply for part in parts], base), None
+        asked, shard = [part.reply for part in parts], None
         if sharded is not None:
             shard = shard_plan(sharded, request.sharded.rows, move_after)
             leaf_rows = total + shard.rows
-            asked = np.concatenate((asked, np.arange(total, leaf_rows, dtype=np.int32)))
-        joined = [part.slots for part in parts], [part.fetch for part in parts]
-        slots = np.ascontiguousarray(_joined(joined[0]), np.int32)
-        fetch = np.ascontiguousarray(_joined(joined[1], base), np.int32)
-        missing, fetched = np.zeros(leaf_rows, np.uint8), np.empty(len(fetch), np.int32)
+            asked.append(np.arange(total, leaf_rows, dtype=np.int32))
+        fetch = np.ascontiguousarray(_joined([part.fetch for part in parts], base), np.int32)
+        count, several = len(request.labels), self._world > 1
+        sizes = [count, count, len(request.segments), total, len(fetch)]
+        sizes += [len(request.places), sum(map(len, own.replies))] if several else []
+        arena, views = self._laid_out(sizes)
+        positions, order, segments, slots, fetched, *sent = views
+        segments[:] = request.segments
+        _joined([part.slots for part in parts], out=slots)
+        touched, sources = sent or (None, None)
+        touched = _joined(asked, [*base[:-1], 0], touched)
+        sources = _joined(own.replies, out=sources)
+        missing = np.zeros(leaf_rows, np.uint8)
         loops.mark(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
-        occurrences, missed = self.occurrences(request, asked, missing)
+        missed = self.occurrences(request, touched, missing, positions, order)
         return StepPlan(
             step=own.step,
             kind=own.kind,
-            occurrences=occurrences,
-            touched=as_tensor(asked),
-            segments=torch.from_numpy(request.segments),
+            positions=torch.from_numpy(positions),
+            order=torch.from_numpy(order),
+            touched=as_tensor(touched),
+            segments=torch.from_numpy(segments),
             touched_counts=tuple([len(part.reply) for part in parts]),
             slots=torch.from_numpy(slots),
             home_counts=home_counts,
-            source_rows=as_tensor(_joined(own.replies)),
+            source_rows=as_tensor(sources),
             source_counts=tuple([len(reply) for reply in own.replies]),
             fetch=torch.from_numpy(fetch),
             fetch_slots=torch.from_numpy(fetched),
@@ -228,7 +250,8 @@ class RankPlanner:
             evict_slots=as_tensor(own.evict_slots),
             evict_rows=as_tensor(own.evict_rows, np.int64),
             move_after=move_after,
-            lookup_hits=len(request.labels) - missed,
+            arena=arena,
+            lookup_hits=count - missed,
             shard=shard,
         )
 
@@ -242,11 +265,15 @@ def next_move_after(step: int, prefetch: int, latest_uses: Sequence[int], before
     return max(step - prefetch - 1, before, -1, *latest_uses)
 
 
-def _joined(parts: Sequence[np.ndarray], base: Sequence[int] | None = None) -> np.ndarray:
-    """The parts of all homes, without a copy where it is one; `base`: they are indices (int32) that
-    each home counts from 0, and are counted from its own."""
-    if len(parts) == 1:
+def _joined(
+    parts: Sequence[np.ndarray],
+    base: Sequence[int] | None = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The parts of all homes, in `out` where that is given, else without a copy where it is one;
+    `base`: they are indices (int32) that each home counts from 0, and are counted from its own."""
+    if out is None and len(parts) == 1:
         return parts[0]
     if base is not None:
         parts = [part + np.int32(start) for part, start in zip(parts, base, strict=False)]
-    return np.concatenate([np.empty(0, np.int32), *parts])
+    return np.concatenate([np.empty(0, np.int32), *parts], out=out)

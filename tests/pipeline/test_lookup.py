@@ -15,7 +15,8 @@ def on_device(positions: torch.Tensor, lengths: list[int], features: int, rows: 
     """Bags of these lengths, feature by feature, whose ids are at these of `rows` leaf rows."""
     order, segments = segments_of(positions, rows)
     plan = SimpleNamespace(
-        occurrences=torch.stack((positions, order)),
+        positions=positions,
+        order=order,
         touched=torch.arange(rows),
         segments=segments,
         leaf_rows=rows,

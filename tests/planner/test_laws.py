@@ -116,8 +116,11 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
         *(plans(*how) for how in ((1, False), (1, True), (2, False), (3, True))), strict=True
     ):
         check_plan_fully(one, 800)
+        own = {name: value for name, value in vars(one).items() if name != "arena"}
+        for name in ("positions", "order", "segments", "slots", "touched", "source_rows"):
+            assert np.shares_memory(own[name].numpy(), one.arena.numpy()), name
         for other in others:
-            for name, value in vars(one).items():
+            for name, value in own.items():
                 again = getattr(other, name)
                 assert torch.equal(value, again) if torch.is_tensor(value) else value == again
 

@@ -288,7 +288,8 @@ def peak_bytes(rows: int, count: int, world: int) -> int:
             home.ingest(step, "train", [asked] + [asked[:0]] * (world - 1), others)
             home.plan()
             missing = np.zeros(len(request.places), np.uint8)
-            rank.occurrences(request, request.places, missing)
+            places = np.empty((2, count), np.int32)
+            rank.occurrences(request, request.places, missing, *places)
             peaks.append(tracemalloc.get_traced_memory()[1] - before)
     finally:
         tracemalloc.stop()
