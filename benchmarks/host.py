@@ -9,7 +9,6 @@ own. The cost model of `distcache.plan`, given what was measured, predicts steps
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
 from benchmarks.against_rank import TOLD
@@ -33,9 +33,11 @@ from distcache.cli.plan_run import PLANNER, Options, measure_host, parse_request
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
-from distcache.cost.predict import INDEX_BYTES, Prediction, Settings, predict
+from distcache.cost.predict import Prediction, Settings, exchange_size, predict
 from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.ops.long_segments import segment_chunks
+from distcache.trainer.plan_cache import timed
 
 log = logging.getLogger("distcache.benchmarks.host")
 
@@ -103,8 +105,10 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
             measure_host(world, rows, options.batch, WIDTHS[0]),
             **planner_times(world, rows, options.batch),
         )
+        chunked_s = chunk_seconds(world, rows, options.batch)
     planner = replace(planner, launch_s=1e-6 * options.launch_us)
-    return [*records, *predictions(options, rows, constants(options, rows, records, planner))]
+    times = constants(options, rows, records, planner, chunked_s)
+    return [*records, *predictions(options, rows, times)]
 
 
 def predictions(options: HostOptions, rows: Sequence[int], times: HostTimes) -> list[Record]:
@@ -127,6 +131,16 @@ def planner_times(world: World, table_rows: Sequence[int], batch: int) -> dict[s
     times = dict(zip(PLANNER, fit(counts, seconds), strict=False))
     placed = times["named_s"] * HOST.placed_s / (HOST.named_s + HOST.placed_s)
     return times | {"named_s": times["named_s"] - placed, "placed_s": placed}
+
+
+def chunk_seconds(world: World, table_rows: Sequence[int], batch: int) -> float:
+    """What cutting the occurrences of a row into chunks takes, of a step's rows."""
+    source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
+    found = source.train_batch(0, 0, 1).ids
+    tables = found.values.numpy().reshape(len(table_rows), -1)
+    counts = np.concatenate([np.unique(ids, return_counts=True)[1] for ids in tables])
+    segments = torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32))
+    return timed(world, lambda: segment_chunks(segments)) / len(counts)
 
 
 def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -200,38 +214,42 @@ def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record
 
 
 def constants(
-    options: HostOptions, rows: Sequence[int], threads: Sequence[Record], planner: HostTimes
+    options: HostOptions,
+    rows: Sequence[int],
+    threads: Sequence[Record],
+    planner: HostTimes,
+    chunked_s: float,
 ) -> HostTimes:
     """The planner's constants, with those that runs of this checkout give beside them; records of
     the planner's thread get what all predict of it.
 
-    Training's own work is the median over the runs of `data`; movement's has a part for each byte
-    of index tensors that it packs and each row that comes or leaves. The planner's are times what it takes beside
-    training, whose caches are colder; what it takes more with several ranks, an exchange takes. Of
-    turns the least counts, without what other load adds.
+    Training's own work is the median over the runs of `data`; movement's has a part for each row
+    that the plan has, to which comes `chunked_s`, and each that comes or leaves. The planner's are
+    times what it takes beside training, whose caches are colder; what it takes more with several
+    ranks, an exchange takes. Of turns the least counts, without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
     own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
     times = replace(planner, planner_threads=1, exchange_s=0.0)
 
-    def moved(step: Prediction, record: Record) -> list[float]:
-        of_ids = INDEX_BYTES[0] * record["batch"] * len(rows)
-        leaving = step.hits.fetched + step.hits.written_back if step.hits else 0.0
-        return [1.0, step.traffic.index_bytes - of_ids, leaving / record["ranks"]]
-
-    def step(record: Record) -> Prediction:
+    def step(record: Record, times: HostTimes = times) -> Prediction:
         kind = REPLICATED if record["mode"] == "data" else RESIDENT
         return predicted(options, rows, times, kind, record | {"width": WIDTHS[0]})
 
+    def moved(record: Record) -> list[float]:
+        found = step(record, HostTimes(listed_s=1.0))  # whose mover takes what it lists
+        rows = found.hits.fetched + found.hits.written_back if found.hits else 0.0
+        return [1.0, found.time.threads.mover, rows / record["ranks"]]
+
     training = [own[id(r)] for r in data if r["thread"] == "training"]
     moves = [record for record in here if record["thread"] == "movement"]
-    own_of_moves = fit([moved(step(r), r) for r in moves], [own[id(r)] for r in moves])
-    moving = dict(zip(("moving_s", "byte_s", "moved_s"), own_of_moves, strict=True))
-    moving["byte_s"] += planner.byte_s  # on a CPU nothing is packed
+    own_of_moves = fit([moved(r) for r in moves], [own[id(r)] for r in moves])
+    moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
+    moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
     times = replace(times, training_s=float(np.median(training)), **moving)
     plans = [record for record in here if record["thread"] == "planning"]
-    planned = [[step(r).time.threads.planner, math.log2(r["ranks"])] for r in plans]
+    planned = [[step(r).time.threads.planner, exchange_size(r["ranks"])] for r in plans]
     factor, exchange_s = fit(planned, [own[id(record)] for record in plans])
     slower = {name: factor * getattr(times, name) for name in PLANNER}
     times = replace(times, **slower, exchange_s=exchange_s)
@@ -323,10 +341,10 @@ SECTIONS = (
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
         "fitted to nine streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
-        "it. `training_s`, `moving_s`, `byte_s` and `moved_s` are from the table above, its least "
-        "turns, and to `byte_s` comes what packing a byte for the device takes; `exchange_s` is "
-        "what planners of several ranks take more on their cores: waiting for the others is in "
-        "none. "
+        "it. `training_s`, `moving_s`, `listed_s` and `moved_s` are from the table above, its "
+        "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks takes, "
+        "as a device wants them; `exchange_s` is what planners of several ranks take more on their "
+        "cores: waiting for the others is in none. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),

@@ -34,7 +34,7 @@ from distcache.data.synthetic import ZipfTables
 from distcache.errors import ConfigError
 from distcache.layout import RowLayout, TableSpec
 from distcache.ops import reference
-from distcache.ops.reference import SegmentChunks, segment_chunks
+from distcache.ops.long_segments import SegmentChunks, segment_chunks
 from distcache.optim import row_update
 from distcache.planner.rank import RankPlanner
 

@@ -240,7 +240,7 @@ class Planning(Timed):
             TableSettings(lookahead=ahead[0], prefetch=ahead[1], placement=Placement(kind)),
         )
         self._plans = planner.planned(feed, lambda: False)
-        self._parts = no_seconds()
+        self._parts, self._steps = no_seconds(), 0
 
     def work(self) -> int:
         """Plan the next step."""
@@ -249,6 +249,7 @@ class Planning(Timed):
         for name, (wall, cpu) in SPENT.items():
             self._parts[name][0] += wall
             self._parts[name][1] += cpu
+        self._steps += 1
         self._rows.add(plans)
         return sum(len(plan.positions) for plan in plans)
 
@@ -272,12 +273,13 @@ class Planning(Timed):
         return self._rows.steady
 
     def summary(self) -> dict[str, Any]:
-        """The index of all homes together."""
+        """The index of all homes together, and what this rank's core gave to an exchange."""
         index = sum(region.planner.index_bytes for region in self._regions)
         slots = sum(region.planner.slots for region in self._regions)
         told = host_link(self._world).gather_objects((index, slots), "what the homes have")
         index, slots = (sum(values) for values in zip(*told, strict=True))
-        return {"index_bytes": index, "bytes_per_row": index / self._table_rows, "slots": slots}
+        found = {"index_bytes": index, "bytes_per_row": index / self._table_rows, "slots": slots}
+        return found | {"exchange_core_ms": 1e3 * self._parts[EXCHANGE][1] / self._steps}
 
 
 class Finding(Timed):
@@ -507,7 +509,8 @@ SECTIONS = (
         "Index, stream and exchange",
         "The index is that of a node, all its homes together; rows are means per step. Bytes are "
         "of integers (headers, requests, decisions) that a rank sends for a step over gloo: the "
-        "mean of all ranks, and of one rank.",
+        "mean of all ranks, and of one rank. Exchange: milliseconds of its thread's core that an "
+        "exchange takes on the first rank, the mean of all steps.",
         lambda records: [r for r in of_kind(records, "mode") if "index_bytes" in r],
         (
             Column("run", run_name),
@@ -521,6 +524,7 @@ SECTIONS = (
             Column("steady", lambda r: "yes" if r["steady_eviction"] else "no"),
             Column("bytes sent", lambda r: np.mean(list(r["sent_per_step"].values())), ",.0f"),
             Column("the most", lambda r: max(r["sent_per_step"].values()), ",.0f"),
+            Column("exchange", "exchange_core_ms", ".2f"),
         ),
     ),
     Section(

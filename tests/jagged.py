@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from distcache.ops import reference
+from distcache.ops.long_segments import SegmentChunks
 
 
 def random_bags(seed, bags, rows, dim, dtype, weighted, max_ids=5):
@@ -37,7 +38,7 @@ def chunked_row_gradients(
     order: torch.Tensor,
     segments: torch.Tensor,
     weights: torch.Tensor | None,
-    chunks: reference.SegmentChunks,
+    chunks: SegmentChunks,
 ) -> torch.Tensor:
     """`row_gradients` with the additions of `segment_chunks`: the twin of the GPU's body.
 
@@ -56,3 +57,27 @@ def chunked_row_gradients(
         index = torch.arange(len(values), device=values.device)
         values = reference._segment_sum(values, index, bounds, None)[1::2]
     return out.index_copy_(0, chunks.rows, values) if chunks.sizes else out
+
+
+def chunks_of(segments: torch.Tensor, most: int) -> SegmentChunks:
+    """`segment_chunks` with chunks of `most`, in whole tensors: the twin of the compiled one."""
+    lengths = segments.diff()
+    rows = (lengths > most).nonzero().squeeze(1)
+    if len(rows) == 0:
+        return SegmentChunks(segments.new_empty(0), ())
+    starts, lengths = segments[rows], lengths[rows]
+    tables: list[torch.Tensor] = []
+    sizes = []
+    while not sizes or sizes[-1] > len(rows):
+        counts = (lengths + (most - 1)).div(most, rounding_mode="floor")
+        # Chunks of all long segments, one segment after the other: `first` of each segment.
+        after = counts.cumsum(0)
+        first = after - counts
+        segment = torch.repeat_interleave(counts)
+        within = torch.arange(len(segment)) - first[segment]
+        begin = starts[segment] + within * most
+        end = torch.minimum(begin + most, (starts + lengths)[segment])
+        tables += [begin, end]
+        sizes.append(len(segment))
+        starts, lengths = first, counts
+    return SegmentChunks(torch.cat([*tables, rows]).to(segments.dtype), tuple(sizes))

@@ -167,16 +167,20 @@ class Job:
                     child.join(10 if raising else max(0.1, deadline - time.monotonic()))
                     found[rank].exitcode = child.exitcode
         except (RuntimeError, TimeoutError):
-            for rank in pipes.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._children[rank].pid, signal.SIGUSR1)
-            time.sleep(_SAYING_S)
+            self._tell_where(list(pipes.values()))
             raise
         finally:
             for child in self._children:
                 child.kill()
                 child.join()
         return found
+
+    def _tell_where(self, ranks: Sequence[int]) -> None:
+        """Let these ranks say where they are."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._children[rank].pid, signal.SIGUSR1)
+        time.sleep(_SAYING_S)
 
 
 def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:

@@ -42,7 +42,6 @@ from distcache.cost.demand import Demand, TableSource, counted_sources, demand_a
 from distcache.cost.predict import OBJECTIVES, Point, Settings, compare
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.gradients import packed
 from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
 from distcache.errors import DistcacheError
@@ -386,9 +385,6 @@ PLANNER = ("planning_s", "id_s", "named_s", "decided_s", "fetched_s", "placed_s"
 
 _TABLE_BYTES, _ROWS, _CALLS = 256 << 20, 20_000, 200
 
-_PARCEL, _PIECES = 4 << 20, 16
-"""Bytes of a step's index tensors, and how many these are."""
-
 
 class Counted(Threads):
     """The thread that calls, and the seconds of its core in what several would share, or another
@@ -422,8 +418,8 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     each table, and rows of `dim` elements. For this rank alone; takes some seconds.
 
     A planner's times are those of the table times one factor, by which its step takes longer here.
-    Own work of the training thread, and of movement's but for packing indices, and what an exchange
-    of planners takes, stay those of the table.
+    Own work of the training thread and of movement's, and what an exchange of planners takes, stay
+    those of the table.
     """
     source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
     counts, seconds, serial = time_planner(world, source)
@@ -434,14 +430,12 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
         for _ in range(_CALLS):
             value.add_(1.0)  # a small kernel, which nobody waits for
 
-    tensors = [torch.ones(_PARCEL // (4 * _PIECES), dtype=torch.int32) for _ in range(_PIECES)]
     return replace(
         HOST,
         **{name: factor * getattr(HOST, name) for name in PLANNER},
         serial=serial,
         planner_threads=planner_threads("auto", world),
         launch_s=timed(world, launch) / _CALLS,
-        byte_s=timed(world, lambda: packed(tensors, pinned=False)) / _PARCEL,
         row_s=_row_seconds(world, dim),
         name="measured",
     )

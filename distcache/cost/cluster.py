@@ -78,9 +78,9 @@ class HostTimes:
     ranks name to a home, `decided_s` of one that a home decides on, `fetched_s` of one that it
     fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that the
     planner's thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an
-    exchange, for each doubling of the ranks. Movement: `moving_s` of a step, `byte_s` of a byte of
-    index tensors that it packs, `moved_s` of a row that comes or leaves, `row_s` of one gathered or scattered.
-    `name`: where the numbers come from.
+    exchange of two ranks. Movement: `moving_s` of a step, `listed_s` of a row that the rank's plan
+    has, `moved_s` of one that comes or leaves, `row_s` of one gathered or scattered. `name`: where
+    the numbers come from.
     """
 
     launch_s: float = 0.0
@@ -93,7 +93,7 @@ class HostTimes:
     placed_s: float = 0.0
     exchange_s: float = 0.0
     moving_s: float = 0.0
-    byte_s: float = 0.0
+    listed_s: float = 0.0
     moved_s: float = 0.0
     row_s: float = 0.0
     serial: float = 1.0
@@ -111,9 +111,9 @@ HOST = HostTimes(
     fetched_s=3.58e-8,
     placed_s=7.95e-9,
     exchange_s=5.02e-4,
-    moving_s=4.23e-4,
-    byte_s=3.86e-10,
-    moved_s=2.87e-8,
+    moving_s=3.86e-4,
+    listed_s=7.2e-9,
+    moved_s=2.83e-8,
     row_s=1.79e-8,
     serial=0.079,
     planner_threads=6,
@@ -122,7 +122,7 @@ HOST = HostTimes(
 """By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
 kernel's launch takes beside a GPU; `serial`, which `cli.plan_run.time_planner` found to be 0.077 to
 0.080 at 16,384 samples once another thread read ahead; movement's, fitted to the same threads
-again once it no longer packed what lies where the planner puts it; and `planner_threads`, of which
+again once the planner put indices where the device takes them from; and `planner_threads`, of which
 `trainer.planner_threads=auto` takes the rank's share of the cores, 14 in a DGX H100. A planner's
 wait for those of other ranks is in none.
 """

@@ -174,8 +174,11 @@ INDEX_BYTES = (8, 8, 4, 8)
 """Of index tensors that movement sends: for an id (its row's place, its place in the order of
 occurrences), for a row of the plan (its slot, and again where it is fetched), for a row that the
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
-place among all rows, and the home's own). An id's lie where the planner puts them; movement packs
-the others."""
+place among all rows, and the home's own)."""
+
+EXCHANGE_GROWTH = 0.15
+"""By how much an exchange of planners takes more of their cores with each doubling of the ranks
+beyond two: docs/results/exchange.md."""
 
 
 def host_seconds(
@@ -194,14 +197,21 @@ def host_seconds(
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
-    planner += threads.exchange_s * math.log2(world)
+    planner += threads.exchange_s * exchange_size(world)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
-    packed = INDEX_BYTES[1] * placed + named * demand.rank_rows
+    nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     moved = (hits.fetched + hits.written_back) / world
-    mover = threads.moving_s + threads.byte_s * packed + (threads.moved_s + threads.row_s) * moved
+    mover = threads.moving_s + threads.listed_s * placed
+    mover += (threads.moved_s + threads.row_s) * moved
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    return HostSeconds(launches, planner, mover), INDEX_BYTES[0] * ids + packed
+    return HostSeconds(launches, planner, mover), nbytes
+
+
+def exchange_size(ranks: int) -> float:
+    """What an exchange of so many planners takes of the core of each, as a multiple of what one of
+    two takes."""
+    return 1 + EXCHANGE_GROWTH * (math.log2(ranks) - 1) if ranks > 1 else 0.0
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:

@@ -153,7 +153,7 @@ class PlanExchange:
         table = self._link.start_all_gather(header, PLANNING, what)().numpy()
         lead = table[:, :LEAD].tolist()
         asked, decided = self._verdict(lead, ASKED, asking), self._verdict(lead, DECIDED, deciding)
-        self._compare(table, asked, decided)
+        self._compare(table, lead, asked, decided)
         ends = LEAD + sum(self._shelves) * size
         numbers = table[:, ends:].reshape(size, self._groups, 3)
         if Status.STOP in (asked and asked.status, decided and decided.status):
@@ -247,7 +247,13 @@ class PlanExchange:
         texts = self._link.gather_objects(text, "errors of the planners")
         return Verdict(status, ranks, str(texts[ranks[0]]))
 
-    def _compare(self, table: np.ndarray, asked: Verdict | None, decided: Verdict | None) -> None:
+    def _compare(
+        self,
+        table: np.ndarray,
+        lead: list[list[int]],
+        asked: Verdict | None,
+        decided: Verdict | None,
+    ) -> None:
         """Raise PeerError if the ranks are not at the same point, with what went wrong on one of
         them, if anything did: then their configurations are no matter."""
         verdicts = [verdict for verdict in (asked, decided) if verdict is not None]
@@ -257,9 +263,9 @@ class PlanExchange:
             columns.append(_DIGEST)
         if not failed and asked is not None and asked.status is Status.OK:
             columns += [_KIND, _INDEX]
-        differ = table[:, columns] != table[self._rank, columns]
-        if differ.any():
-            rank = int(differ.any(1).argmax())
+        points = [[own[column] for column in columns] for own in lead]
+        if points.count(points[self._rank]) < self._size:
+            rank = next(rank for rank, at in enumerate(points) if at != points[self._rank])
             why = "".join(f"; rank {v.ranks[0]} failed: {v.message}" for v in failed)
             mine = _point(table[self._rank])
             raise PeerError(

@@ -28,7 +28,8 @@ from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link,
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
-from distcache.ops.reference import SegmentChunks, by_sample
+from distcache.ops.long_segments import SegmentChunks
+from distcache.ops.reference import by_sample
 from distcache.planner.request_loops import counts_up
 from distcache.step_plan import Change, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams

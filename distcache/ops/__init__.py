@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.ops import reference
-from distcache.ops.reference import SegmentChunks, segment_chunks
+from distcache.ops.long_segments import SegmentChunks, segment_chunks
 
 P = ParamSpec("P")
 R = TypeVar("R")

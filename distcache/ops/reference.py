@@ -13,6 +13,7 @@ from torch import Tensor
 from distcache.errors import ConfigError, PlanError
 from distcache.ops import formulas
 from distcache.ops.formulas import FORMULAS
+from distcache.ops.long_segments import SegmentChunks
 
 
 @dataclass(frozen=True)
@@ -32,71 +33,6 @@ class Rule:
     """Weight decay: `l2`, `decoupled`, or none."""
     decay: float = 0.0
     """By how much: added to the gradient times the weight, or taken of the weight."""
-
-
-# -----------------------------------------------------------------------------
-# Long segments in chunks: who sums what, so that a hot row does not keep one program busy.
-#
-# `row_gradients` on a GPU gives a row of at most `CHUNK` occurrences to one program, which adds
-# them in their order. A longer one is summed in chunks of `CHUNK` occurrences from its start, each
-# in order; the chunks' sums again in chunks of `CHUNK`; and so on until one is left. Boundaries
-# depend on the place within the segment alone, so a row's bits depend on its own contributions and
-# their order, and on nothing else. A row with 10^5 occurrences takes four passes of at most 32
-# additions in a row.
-
-CHUNK = 32
-"""Most additions one after the other. Changing it changes the bits of rows with more occurrences
-than the smaller of the two values."""
-
-
-@dataclass(frozen=True)
-class SegmentChunks:
-    """The chunk tables of a step's long segments. N_l: chunks of pass l; H: long segments.
-
-    `table`: all tables in one tensor, so that one copy brings them to the device;
-    `sizes`: (N_1, ..., N_last = H), empty where no segment is long.
-    """
-
-    table: Tensor
-    sizes: tuple[int, ...]
-
-    def passes(self) -> list[tuple[Tensor, Tensor]]:
-        """(starts, ends), `[N_l]` each: places in `order` for the first pass, afterwards
-        indices of the chunks of the pass before."""
-        parts = self.table.split([size for n in self.sizes for size in (n, n)] + [len(self.rows)])
-        return [(parts[2 * i], parts[2 * i + 1]) for i in range(len(self.sizes))]
-
-    @property
-    def rows(self) -> Tensor:
-        """`[H]`: the long segments, ascending."""
-        return self.table[len(self.table) - sum(self.sizes[-1:]) :]
-
-
-def segment_chunks(segments: Tensor) -> SegmentChunks:
-    """The chunk tables of `segments`, int32 or int64 `[R + 1]` on the CPU, of that dtype.
-
-    Takes a pass over `segments` and time that grows with the number of chunks.
-    """
-    lengths = segments.diff()
-    rows = (lengths > CHUNK).nonzero().squeeze(1)
-    if len(rows) == 0:
-        return SegmentChunks(segments.new_empty(0), ())
-    starts, lengths = segments[rows], lengths[rows]
-    tables: list[Tensor] = []
-    sizes = []
-    while not sizes or sizes[-1] > len(rows):
-        counts = (lengths + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
-        # Chunks of all long segments, one segment after the other: `first` of each segment.
-        after = counts.cumsum(0)
-        first = after - counts
-        segment = torch.repeat_interleave(counts)
-        within = torch.arange(len(segment)) - first[segment]
-        begin = starts[segment] + within * CHUNK
-        end = torch.minimum(begin + CHUNK, (starts + lengths)[segment])
-        tables += [begin, end]
-        sizes.append(len(segment))
-        starts, lengths = first, counts
-    return SegmentChunks(torch.cat([*tables, rows]).to(segments.dtype), tuple(sizes))
 
 
 # -----------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Bits: `pooled_lookup` adds a bag's rows first to last, `update_rows` rounds as its `Rule` says: both
 equal to the reference (but for weights, where CPU bodies of `embedding_bag` may fuse product and
-sum). `row_gradients` adds as `reference.segment_chunks` says: equal to
-`reference.row_gradients` for rows of at most `reference.CHUNK` occurrences.
+sum). `row_gradients` adds as `long_segments.segment_chunks` says: equal to
+`reference.row_gradients` for rows of at most `long_segments.CHUNK` occurrences.
 
 Nothing here waits for the device.
 """
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from distcache.errors import ConfigError
 from distcache.layout import HALVES
-from distcache.ops import reference, triton_kernels
+from distcache.ops import long_segments, reference, triton_kernels
 from distcache.ops.formulas import FORMULAS
-from distcache.ops.reference import Rule, SegmentChunks
+from distcache.ops.long_segments import SegmentChunks
+from distcache.ops.reference import Rule
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
@@ -80,7 +81,7 @@ def row_gradients(
     if len(values) == 0:
         return out.zero_()
     ids: dict[str, Any] = {"inner": bag_of, "outer": order, "weights": weights}
-    most = reference.CHUNK if chunks.sizes else 0
+    most = long_segments.CHUNK if chunks.sizes else 0
     _segment_sums(values, (segments[:-1], segments[1:]), out, most=most, **ids)
     passes = chunks.passes()
     for index, bounds in enumerate(passes):

@@ -80,16 +80,17 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
         whole = predicted(kind, HostTimes())
         fetched = whole.hits.fetched / 4
         wanted = {"id_s": sum(BAGS) * BATCH, "named_s": step.rank_rows, "placed_s": placed}
-        wanted |= {"decided_s": step.world_rows / 4, "fetched_s": fetched, "exchange_s": 2.0}
+        wanted |= {"decided_s": step.world_rows / 4, "fetched_s": fetched, "exchange_s": 1.15}
         for key, count in wanted.items():
             time = predicted(kind, HostTimes(**{key: 1e-9})).time
             assert time.threads.planner == pytest.approx(count * 1e-9), key
-        packed = INDEX_BYTES[1] * placed + (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
-        sent = INDEX_BYTES[0] * wanted["id_s"] + packed
+        sent = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
+        sent += (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
         assert whole.traffic.index_bytes == pytest.approx(sent)
         moved = fetched + whole.hits.written_back / 4
-        mover = predicted(kind, HostTimes(byte_s=1e-9, row_s=1e-7, moved_s=9e-7)).time.threads.mover
-        assert mover == pytest.approx(1e-9 * packed + 1e-6 * moved)
+        times = HostTimes(listed_s=1e-9, row_s=1e-7, moved_s=9e-7)
+        mover = predicted(kind, times).time.threads.mover
+        assert mover == pytest.approx(1e-9 * placed + 1e-6 * moved)
 
 
 def test_indices_of_a_large_step_keep_their_budget() -> None:

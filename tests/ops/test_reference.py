@@ -15,7 +15,8 @@ from distcache import ops
 from distcache.errors import ConfigError, PlanError
 from distcache.layout import HALVES
 from distcache.ops import reference
-from distcache.ops.reference import Rule, as_numpy, put, segment_chunks, take_rows
+from distcache.ops.long_segments import segment_chunks
+from distcache.ops.reference import Rule, as_numpy, put, take_rows
 
 DTYPES = [torch.float32, torch.float64]
 DIMS = [1, 3, 4, 12, 16, 20, 33]

@@ -16,13 +16,14 @@ import torch
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged import bag_of, chunked_row_gradients, random_bags, segments_of
+from jagged import bag_of, chunked_row_gradients, chunks_of, random_bags, segments_of
 
 from distcache import ops
 from distcache.errors import ConfigError
 from distcache.layout import HALVES
-from distcache.ops import formulas, reference
-from distcache.ops.reference import CHUNK, Rule, SegmentChunks, segment_chunks
+from distcache.ops import formulas, long_segments, reference
+from distcache.ops.long_segments import CHUNK, SegmentChunks, segment_chunks
+from distcache.ops.reference import Rule
 from distcache.versions import installed, minor
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -99,9 +100,10 @@ def test_gradients_equal_the_reference(seed, bags, rows, dim, weighted, skew, ch
     order, segments = segments_of(positions, rows)
     upstream = torch.randn(bags, dim, generator=generator)
     call = (upstream, bag_of(offsets), order, segments, weights)
-    with patch.object(reference, "CHUNK", chunk):
-        chunks = segment_chunks(segments)
+    with patch.object(long_segments, "CHUNK", chunk):
+        chunks, twin = segment_chunks(segments), chunks_of(segments, chunk)
         found = gradients(*call, chunks)
+    assert chunks.sizes == twin.sizes and torch.equal(chunks.table, twin.table)
     assert torch.equal(found, chunked_row_gradients(*call, chunks))
     if weights is None:  # up to `chunk` occurrences the order is that of the plain reference
         short = segments.diff() <= chunk

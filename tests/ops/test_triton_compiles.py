@@ -20,9 +20,10 @@ import pytest
 import torch
 from jagged import bag_of, segments_of
 
-from distcache.ops import reference
+from distcache.ops import long_segments
 from distcache.ops.formulas import FORMULAS
-from distcache.ops.reference import Rule, segment_chunks
+from distcache.ops.long_segments import segment_chunks
+from distcache.ops.reference import Rule
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -72,7 +73,7 @@ def call_all(width):
         bodies.pooled_lookup(rows, positions, offsets, weights)
         upstream = torch.zeros(20, width)
         for chunk in (2, 40):
-            reference.CHUNK = chunk
+            long_segments.CHUNK = chunk
             call = (upstream, bag_of(offsets), order, segments, weights)
             bodies.row_gradients(*call, segment_chunks(segments))
     at = torch.arange(3)

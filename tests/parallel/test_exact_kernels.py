@@ -13,7 +13,7 @@ from scenarios import OPTIMIZERS, Scenario, run_mode, table
 
 from distcache import ops
 from distcache.comm.world import close_world, open_world
-from distcache.ops.reference import CHUNK
+from distcache.ops.long_segments import CHUNK
 from distcache.parallel.cached import CachedSettings
 from distcache.store.rows import ZERO_COPY
 

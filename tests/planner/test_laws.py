@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,14 @@ def test_without_prefetch_every_row_may_travel_with_movement() -> None:
     assert counts.late == 0 < counts.early
 
 
+def decided(plan: StepPlan) -> dict[str, Any]:
+    """What a plan says, whose tensors that a device reads lie in its arena, with gaps."""
+    own = {name: value for name, value in vars(plan).items() if name != "arena"}
+    for name in ("positions", "order", "segments", "slots", "touched", "source_rows"):
+        assert np.shares_memory(own[name].numpy(), plan.arena.numpy()), name
+    return own
+
+
 @pytest.mark.parametrize(("shelves", "bits"), [(0, 0), (4, 3)])
 def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int) -> None:
     """And where a step is decided while another one is taken in."""
@@ -116,9 +125,7 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
         *(plans(*how) for how in ((1, False), (1, True), (2, False), (3, True))), strict=True
     ):
         check_plan_fully(one, 800)
-        own = {name: value for name, value in vars(one).items() if name != "arena"}
-        for name in ("positions", "order", "segments", "slots", "touched", "source_rows"):
-            assert np.shares_memory(own[name].numpy(), one.arena.numpy()), name
+        own = decided(one)
         for other in others:
             for name, value in own.items():
                 again = getattr(other, name)
