@@ -114,6 +114,9 @@ def set_flags(flags: np.ndarray, slots: np.ndarray) -> None:
 def hold_rows(slot_row: np.ndarray, dirty: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
     """Let `slots`, int32 `[m]`, hold `rows`, int64, clean."""
     for i in range(len(slots)):
+        if i + _EARLY < len(slots):
+            fetch_early(slot_row, slots[i + _EARLY])
+            fetch_early(dirty, slots[i + _EARLY])
         slot_row[slots[i]], dirty[slots[i]] = rows[i], False
 
 

@@ -176,7 +176,7 @@ occurrences), for a row of the plan (its slot, and again where it is fetched), f
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
 place among all rows, and the home's own)."""
 
-EXCHANGE_GROWTH = 0.15
+EXCHANGE_GROWTH = 0.3
 """By how much an exchange of planners takes more of their cores with each doubling of the ranks
 beyond two: docs/results/exchange.md."""
 

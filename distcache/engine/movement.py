@@ -268,38 +268,39 @@ class GroupRows:
         """
         cache, (replicated, own) = self.cache, sums
         if replicated is not None:
+            world, only = self.link.world, choice.replicated
+            mine = plan.home_slice(world.rank)
             slots, changed, parts = where.slots, plan.slots, (cache.weight, cache.state)
             if cache.state_slots is not None:
-                world, mine = self.link.world, plan.home_slice(self.link.world.rank)
                 home = self.slots.own_replicated(world.rank, world.size)
-                parts, slots = cache.part(home), slots[mine] - home.start
-                changed = changed if choice.replicated is None else changed[mine]
-            to = (slots, changed, choice.replicated)
-            self._update(parts, to, replicated, choice, enabled)
+                parts, slots, changed = cache.part(home), slots[mine] - home.start, changed[mine]
+            elif only is None:  # of other homes' rows these write none back
+                changed = changed[mine]
+            cache.mark_dirty(changed if only is None else changed[only])
+            self._update(parts, (slots, only), replicated, choice, enabled)
         shard, there = plan.shard, where.shard
         if own is not None and shard is not None and there is not None:
-            home = self.slots.own_sharded
-            to = (there.slots - home.start, shard.slots, choice.sharded)
+            home, only = self.slots.own_sharded, choice.sharded
+            cache.mark_dirty(shard.slots if only is None else shard.slots[only])
+            to = there.slots - home.start, only
             self._update(cache.part(home), to, own, choice, enabled)
 
     def _update(
         self,
         parts: tuple[Tensor, Tensor | None],
-        to: tuple[Tensor, Tensor, Tensor | None],
+        to: tuple[Tensor, Tensor | None],
         gradient: Tensor,
         choice: RowChoice,
         enabled: Tensor | None,
     ) -> None:
-        """Update rows of `parts`, weights and state. `to`: their places there, the slots that are
-        dirty then, on the CPU, and which of both (None: all)."""
-        places, changed, only = to
+        """Update rows of `parts`, weights and state. `to`: their places there, and which of these,
+        on the CPU (None: all)."""
+        places, only = to
         if only is not None:
             there = only.to(places.device)
             places, gradient = places.index_select(0, there), gradient.index_select(0, there)
-            changed = changed[only]
         rule = choice.update.rule(choice.update.lr, choice.count)
         update_rows(rule, *parts, places, gradient, enabled)
-        self.cache.mark_dirty(changed)
 
     def return_rows(self, plan: StepPlan, link: Link, where: Tensor) -> None:
         """Send this home's updated replicated rows to all ranks, and take theirs.

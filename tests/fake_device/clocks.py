@@ -20,7 +20,7 @@ import numpy as np
 from fake_device.fake_cuda import DEVICE, Device, Event, Stream
 
 from distcache.cache import DeviceCache
-from distcache.engine.movement import GroupRows
+from distcache.engine.movement import GroupRows, RowChoice
 
 STREAMS = 200
 """Most streams that a process makes."""
@@ -110,6 +110,24 @@ class Watch:
     def touched(self, what: str, _: Any, cache: DeviceCache, slots: Any, *given: Any) -> None:
         self.access(cache, slots, what)
 
+    def applied(
+        self,
+        _: None,
+        rows: GroupRows,
+        plan: Any,
+        where: Any,
+        sums: Any,
+        choice: RowChoice,
+        enabled: Any,
+    ) -> None:
+        replicated = plan.slots
+        if rows.cache.state_slots is not None:
+            replicated = replicated[plan.home_slice(rows.link.world.rank)]
+        shard = plan.shard and plan.shard.slots
+        for slots, of, only in zip((replicated, shard), sums, choice[2:], strict=True):
+            if of is not None and slots is not None:
+                self.access(rows.cache, slots if only is None else slots[only], "apply")
+
     def returned(self, _: None, rows: GroupRows, plan: Any, *given: Any) -> None:
         self.access(rows.cache, plan.slots, "return")
 
@@ -124,7 +142,7 @@ class Watch:
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Watches the caches of this process."""
-    watch, accesses = Watch(), ("fill", "read", "gather", "mark_dirty")
+    watch, accesses = Watch(), ("fill", "read", "gather")
     found: list[tuple[Any, str, Callable]] = [
         (Event, "record", watch.recorded),
         (Event, "query", watch.reached),
@@ -132,6 +150,7 @@ def watched() -> Iterator[Watch]:
         (Stream, "wait_event", watch.blocked),
         (Device, "wait", watch.waited),
         (Device, "queue", watch.queued),
+        (GroupRows, "apply", watch.applied),
         (GroupRows, "return_rows", watch.returned),
         (DeviceCache, "__init__", watch.initialised),
         (DeviceCache, "ensure", watch.ensured),

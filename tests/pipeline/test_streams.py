@@ -428,16 +428,19 @@ def test_the_end_of_another_ranks_data_waits_for_no_batch() -> None:
 
 def test_a_batch_that_does_not_come_holds_up_no_closing(world, monkeypatch) -> None:
     monkeypatch.setattr(cached_modes, "STOP_S", 0.5)
-    mode, may, closed = make(world, planner_threads=2), threading.Event(), threading.Event()
+    mode = make(world, planner_threads=2)
+    waits, may, closed = threading.Event(), threading.Event(), threading.Event()
 
     def source() -> Iterator[Batch]:
         yield from batches(world, range(6))
+        waits.set()
         may.wait(60)
 
     with warnings() as lines:
         for step in mode.stream(source()):
             mode.train_step(step)
             if step.batch.index == 1:
+                assert waits.wait(20)
                 break
     assert "the planner did not end within 0.5 s" in lines[0]
     closing = threading.Thread(target=lambda: (mode.close(), closed.set()))
