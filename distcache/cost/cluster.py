@@ -78,9 +78,9 @@ class HostTimes:
     ranks name to a home, `decided_s` of one that a home decides on, `fetched_s` of one that it
     fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that the
     planner's thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an
-    exchange of two ranks. Movement: `moving_s` of a step, `listed_s` of a row that the rank's plan
-    has, `moved_s` of one that comes or leaves, `row_s` of one gathered or scattered. `name`: where
-    the numbers come from.
+    exchange of two ranks. Movement: `moving_s` of a step, `listed_s` of a distinct row that the
+    rank names, `moved_s` of one that its home fetches or writes back, `filled_s` of one that comes
+    from another home, `row_s` of one gathered or scattered. `name`: where the numbers come from.
     """
 
     launch_s: float = 0.0
@@ -95,6 +95,7 @@ class HostTimes:
     moving_s: float = 0.0
     listed_s: float = 0.0
     moved_s: float = 0.0
+    filled_s: float = 0.0
     row_s: float = 0.0
     serial: float = 1.0
     planner_threads: int = 1
@@ -111,9 +112,10 @@ HOST = HostTimes(
     fetched_s=3.58e-8,
     placed_s=7.95e-9,
     exchange_s=5.02e-4,
-    moving_s=3.86e-4,
-    listed_s=7.2e-9,
+    moving_s=3.55e-4,
+    listed_s=8.7e-9,
     moved_s=2.83e-8,
+    filled_s=6.8e-9,
     row_s=1.79e-8,
     serial=0.079,
     planner_threads=6,
