@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -28,7 +28,6 @@ from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.turns import shown, spread, take_turns
-from distcache.cache import FOREIGN, FREE, hold_rows
 from distcache.cli.compose import read_line
 from distcache.cli.plan_run import PLANNER, Options, measure_host, parse_request, time_planner
 from distcache.comm.world import World
@@ -106,9 +105,9 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
             measure_host(world, rows, options.batch, WIDTHS[0]),
             **planner_times(world, rows, options.batch),
         )
-        beside = row_seconds(world, rows, options.batch)
+        chunked_s = chunk_seconds(world, rows, options.batch)
     planner = replace(planner, launch_s=1e-6 * options.launch_us)
-    times = constants(options, rows, records, planner, beside)
+    times = constants(options, rows, records, planner, chunked_s)
     return [*records, *predictions(options, rows, times)]
 
 
@@ -134,26 +133,14 @@ def planner_times(world: World, table_rows: Sequence[int], batch: int) -> dict[s
     return times | {"named_s": times["named_s"] - placed, "placed_s": placed}
 
 
-_FILLED, _SLOTS = 100_000, 500_000
-"""Rows of other homes that a step fetches, and slots, as of eight ranks."""
-
-
-def row_seconds(world: World, table_rows: Sequence[int], batch: int) -> dict[str, float]:
-    """Of a row, what movement does but beside a device, or others' homes: `chunked_s`, cutting its
-    occurrences into chunks, and `filled_s`, noting that it fills a slot."""
+def chunk_seconds(world: World, table_rows: Sequence[int], batch: int) -> float:
+    """What cutting a row's occurrences into chunks takes, which movement does beside a device."""
     source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
     found = source.train_batch(0, 0, 1).ids
     tables = found.values.numpy().reshape(len(table_rows), -1)
     counts = np.concatenate([np.unique(ids, return_counts=True)[1] for ids in tables])
     segments = torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32))
-    chunked_s = timed(world, lambda: segment_chunks(segments)) / len(counts)
-    slots = np.random.default_rng(0).permutation(_SLOTS)[:_FILLED].astype(np.int32)
-    held, dirty = np.full(_SLOTS, FREE), np.zeros(_SLOTS, np.bool_)
-
-    def fill() -> None:
-        hold_rows(held, dirty, slots, np.full(_FILLED, FOREIGN, np.int64))
-
-    return {"chunked_s": chunked_s, "filled_s": timed(world, fill) / _FILLED}
+    return timed(world, lambda: segment_chunks(segments)) / len(counts)
 
 
 def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -231,15 +218,15 @@ def constants(
     rows: Sequence[int],
     threads: Sequence[Record],
     planner: HostTimes,
-    beside: Mapping[str, float],
+    chunked_s: float,
 ) -> HostTimes:
     """The planner's constants, with those that runs of this checkout give beside them; records of
     the planner's thread get what all predict of it.
 
     Training's own work is the median over the runs of `data`; movement's has a part for each row
-    that the rank names, and each that its home moves; to these comes what is told `beside`. The
-    planner's are times what it takes beside training, whose caches are colder; what it takes more
-    with several ranks, an exchange takes. Of turns the least counts, without what other load adds.
+    that the rank names, to which comes `chunked_s`, and each that its home moves. The planner's are
+    times what it takes beside training, whose caches are colder; what it takes more with several
+    ranks, an exchange takes. Of turns the least counts, without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
@@ -258,9 +245,8 @@ def constants(
     moves = [record for record in here if record["thread"] == "movement"]
     own_of_moves = fit([moved(r) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
-    moving["listed_s"] += beside["chunked_s"]  # on a CPU nothing is cut into chunks
-    own_of_training = {"training_s": float(np.median(training)), "filled_s": beside["filled_s"]}
-    times = replace(times, **own_of_training, **moving)
+    moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
+    times = replace(times, training_s=float(np.median(training)), **moving)
     plans = [record for record in here if record["thread"] == "planning"]
     planned = [[step(r).time.threads.planner, exchange_size(r["ranks"])] for r in plans]
     factor, exchange_s = fit(planned, [own[id(record)] for record in plans])
@@ -356,8 +342,8 @@ SECTIONS = (
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `listed_s` and `moved_s` are from the table above, its "
         "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks takes, "
-        "as a device wants them; `filled_s` is of a slot's note alone; `exchange_s` is what "
-        "planners of several ranks take more on their cores: waiting for the others is in none. "
+        "as a device wants them; `exchange_s` is what planners of several ranks take more on their "
+        "cores: waiting for the others is in none. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),

@@ -92,7 +92,8 @@ FREE = -1
 """`slot_row` of a slot that holds no row."""
 
 FOREIGN = -2
-"""`slot_row` of a slot with a row of another rank's home, which alone keeps the number."""
+"""`slot_row` of a slot with a row of another rank's home, which alone keeps the number; noted where
+every slot is looked at."""
 
 # -----------------------------------------------------------------------------
 # What slots hold, in compiled loops: C slots, `slot_row` int64 `[C]`, `dirty` bool `[C]`.
@@ -221,31 +222,35 @@ class DeviceCache:
         weight: Tensor,
         state: Tensor | None,
         where: Tensor | None = None,
+        first: int = 0,
     ) -> None:
-        """Put `rows`, just fetched, into free `slots`; they are clean. `where`: the slots on the
+        """Put rows, just fetched, into `slots` `[m]`; they are clean. `where`: the slots on the
         device, if they are there already.
 
-        Rows of other ranks' homes are all named FOREIGN; their slots need not be free.
-        `weight` `[m, D]`, `state` `[m, S]` or None, on any device; of a cache with `state_slots`
-        the state of own rows alone, in their order. Pinned sources may be reused
-        once the current stream is past this call.
+        `rows` `[k]`: the names of those in `slots[first : first + k]`, which are free; the others,
+        of other ranks' homes, have none here, and nothing is noted of them but where every slot is
+        looked at (`validate`). `weight` `[m, D]`, `state` `[m, S]` or None, on any device; of a
+        cache with `state_slots` the state of the k rows alone. Pinned sources may be reused once
+        the current stream is past this call.
         """
         at, new = self._slots(slots), _numpy(rows, np.int64)
+        own = at[first : first + len(new)]
         if self._validate:
-            held = self.slot_row[at]
-            taken = (new != FOREIGN) & (held != FREE) & (held != FOREIGN)
+            held = self.slot_row[own]
+            taken = (held != FREE) & (held != FOREIGN)
             if taken.any():
                 i = int(np.argmax(taken))
                 raise PlanError(
-                    f"slot {at[i]} still holds row {held[i]}: evict it before row {new[i]} is put "
+                    f"slot {own[i]} still holds row {held[i]}: evict it before row {new[i]} is put "
                     "there"
                 )
-        hold_rows(self.slot_row, self.dirty, at, new)  # one of another home may be dirty
+            self.slot_row[at] = FOREIGN
+        hold_rows(self.slot_row, self.dirty, own, new)
         where = self._to_device(at) if where is None else where
         self._copy_in(self.weight, where, weight)
         if self.state is not None and state is not None:
             if self.state_slots is not None:
-                where = self._to_device(self.state_slots.of(at[new != FOREIGN]))
+                where = self._to_device(self.state_slots.of(own))
             self._copy_in(self.state, where, state)
 
     def read(self, slots: Index) -> Tensor:

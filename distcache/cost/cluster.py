@@ -79,8 +79,8 @@ class HostTimes:
     fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that the
     planner's thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an
     exchange of two ranks. Movement: `moving_s` of a step, `listed_s` of a distinct row that the
-    rank names, `moved_s` of one that its home fetches or writes back, `filled_s` of one that comes
-    from another home, `row_s` of one gathered or scattered. `name`: where the numbers come from.
+    rank names, `moved_s` of one that its home fetches or writes back, `row_s` of one gathered or
+    scattered. `name`: where the numbers come from.
     """
 
     launch_s: float = 0.0
@@ -95,7 +95,6 @@ class HostTimes:
     moving_s: float = 0.0
     listed_s: float = 0.0
     moved_s: float = 0.0
-    filled_s: float = 0.0
     row_s: float = 0.0
     serial: float = 1.0
     planner_threads: int = 1
@@ -115,7 +114,6 @@ HOST = HostTimes(
     moving_s=3.55e-4,
     listed_s=8.7e-9,
     moved_s=2.83e-8,
-    filled_s=6.8e-9,
     row_s=1.79e-8,
     serial=0.079,
     planner_threads=6,

@@ -182,32 +182,27 @@ beyond two: docs/results/exchange.md."""
 
 
 def host_seconds(
-    demand: Demand,
-    threads: HostTimes,
-    parts: Sequence[tuple[Part, Hits]],
-    placement: str,
+    demand: Demand, threads: HostTimes, parts: Sequence[Part], hits: Hits, placement: str
 ) -> tuple[HostSeconds, float]:
     """What the threads of a rank's host take for a step, and the bytes of its index tensors.
 
     A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
-    no decision. Of replicated rows every rank's plan has all, and all that are fetched come to it.
+    no decision. Of replicated rows every rank's plan has all.
     """
     world, groups = demand.world_size, len(demand.groups)
     ids = sum(group.lookups for group in demand.groups)
-    placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p, _ in parts)
-    fetched = sum(hits.fetched for _, hits in parts) / world
-    leaving = sum(hits.written_back for _, hits in parts) / world
-    of_others = sum(hits.fetched for p, hits in parts if p.copied) * (1 - 1 / world)
+    placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
     planner = threads.planning_s + threads.id_s * ids
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
-    planner += threads.decided_s * decided + threads.fetched_s * fetched
+    planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
     planner += threads.exchange_s * exchange_size(world)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
-    mover = threads.moving_s + threads.listed_s * demand.rank_rows + threads.filled_s * of_others
-    mover += (threads.moved_s + threads.row_s) * (fetched + leaving)
+    mover = threads.moving_s + threads.listed_s * demand.rank_rows
+    moved = (hits.fetched + hits.written_back) / world
+    mover += (threads.moved_s + threads.row_s) * moved
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
     return HostSeconds(launches, planner, mover), nbytes
@@ -337,10 +332,10 @@ def _cached(
         host_in += own.fetched / world * row
         host_out += own.written_back / world * row
         found.append(own)
-    hits, every = Hits(*map(sum, zip(*found, strict=True))), list(zip(parts, found, strict=True))
+    hits = Hits(*map(sum, zip(*found, strict=True)))
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
-    threads, index = host_seconds(demand, cluster.threads, every, placement)
+    threads, index = host_seconds(demand, cluster.threads, parts, hits, placement)
     traffic = Traffic(tuple(exchanges), host_in, host_out, index)
     sparse = _row_seconds(parts, state, world, cluster.compute)
     compute = cluster.compute.sample_s * demand.batch, sparse

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.cache import FOREIGN, DeviceCache, StagingRing
+from distcache.cache import DeviceCache, StagingRing
 from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
 from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings
@@ -228,13 +228,10 @@ class GroupRows:
             state = other if both else state
         on_host, where = slots
         if on_host.shape[0]:
-            names = np.full(on_host.shape[0], FOREIGN, dtype=np.int64)
-            start = sum(counts[:rank])
-            names[start : start + counts[rank]] = own.numpy()
             before, most = self.cache.slots, int(on_host.numpy().max())
             self.cache.ensure(most + 1)  # in memory of the current stream, if it grows
             self.grown |= self.cache.slots > before
-            self.cache.fill(on_host, names, weight, state, where)
+            self.cache.fill(on_host, own, weight, state, where, sum(counts[:rank]))
 
     def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
         """Send sharded rows to the ranks that named them; what comes here, `[r, D]`, by `places`.

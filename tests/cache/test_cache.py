@@ -187,9 +187,9 @@ def test_against_a_dictionary(device: str, data: st.DataObject) -> None:
 def test_rows_of_other_homes_come_and_go_without_a_name() -> None:
     cache = DeviceCache(4, RowKind(2, 0, torch.float32, torch.float32), "cpu")
     one, two = torch.ones(2, 2), torch.full((2, 2), 2.0)
-    cache.fill(ints(0, 1), ints(7, FOREIGN), one, None)
-    cache.mark_dirty(ints(0, 1))
-    cache.fill(ints(1, 2), ints(FOREIGN, FOREIGN), two, None)
+    cache.fill(ints(1, 0), ints(7), one, None, first=1)
+    cache.mark_dirty(ints(0))
+    cache.fill(ints(1, 2), ints(), two, None)
     assert cache.slot_row.tolist() == [7, FOREIGN, FOREIGN, FREE]
     assert cache.dirty.tolist() == [True, False, False, False]
     assert cache.gather(ints(0, 1, 2))[:, 0].tolist() == [1.0, 2.0, 2.0]
@@ -210,8 +210,8 @@ def test_state_comes_with_own_and_sharded_rows_alone(width: int) -> None:
     cache = DeviceCache(13, kind_of(width), "cpu", state_slots=SLOTS)
     assert cache.weight.shape == (13, DIM) and (width == 0 or cache.state.shape == (7, width))
     assert cache.device_bytes == (13 * DIM + 7 * width) * 8
-    slots, rows, own = ints(0, 7, 3, 6), ints(50, 71, 53, 60), rows_of(ints(71, 60), 0, width)[1]
-    cache.fill(slots, np.array([FOREIGN, 71, FOREIGN, 60]), rows_of(rows, 0, 0)[0], own)
+    slots, rows, own = ints(0, 3, 7, 6), ints(50, 53, 71, 60), rows_of(ints(71, 60), 0, width)[1]
+    cache.fill(slots, np.array([71, 60]), rows_of(rows, 0, 0)[0], own, first=2)
     fill(cache, ints(12, 9), ints(92, 95))
     assert torch.equal(cache.gather(slots), rows_of(rows, 0, 0)[0])
     assert_rows(cache, ints(6, 9, 7, 12), ints(60, 95, 71, 92), 0)
