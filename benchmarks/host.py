@@ -36,6 +36,7 @@ from distcache.cost.demand import Demand
 from distcache.cost.predict import Prediction, Settings, exchange_size, predict
 from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
+from distcache.engine.gradients import packed
 from distcache.ops.long_segments import segment_chunks
 from distcache.trainer.plan_cache import timed
 
@@ -134,13 +135,18 @@ def planner_times(world: World, table_rows: Sequence[int], batch: int) -> dict[s
 
 
 def chunk_seconds(world: World, table_rows: Sequence[int], batch: int) -> float:
-    """What cutting a row's occurrences into chunks takes, which movement does beside a device."""
+    """What a row's occurrences take of movement beside a device: they are cut into chunks, and
+    these packed with where they begin, and the slot."""
     source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
     found = source.train_batch(0, 0, 1).ids
     tables = found.values.numpy().reshape(len(table_rows), -1)
     counts = np.concatenate([np.unique(ids, return_counts=True)[1] for ids in tables])
     segments = torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32))
-    return timed(world, lambda: segment_chunks(segments)) / len(counts)
+
+    def cut() -> None:
+        packed([segments, segments, segment_chunks(segments).table], pinned=False)
+
+    return timed(world, cut) / len(counts)
 
 
 def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -341,9 +347,9 @@ SECTIONS = (
         "fitted to nine streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `listed_s` and `moved_s` are from the table above, its "
-        "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks takes, "
-        "as a device wants them; `exchange_s` is what planners of several ranks take more on their "
-        "cores: waiting for the others is in none. "
+        "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks and "
+        "packing these takes, as a device wants them; `exchange_s` is what planners of several "
+        "ranks take more on their cores: waiting for the others is in none. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),

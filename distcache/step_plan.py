@@ -256,8 +256,8 @@ class StepPlan(RegionPlan):
     move_after: int
     """Movement may start once `apply` of this step is done (-1: at once)."""
     arena: Tensor
-    """int32: one piece of memory, in which `positions`, `order`, `segments`, `slots` and
-    `fetch_slots` lie, and of several ranks `touched` and `source_rows`."""
+    """int32: one piece of memory, in which `positions`, `order` and `fetch_slots` lie, and of
+    several ranks `slots`, `touched` and `source_rows`."""
     lookup_hits: int
     """How many of the n local ids found their row cached when planned."""
     shard: ShardPlan | None = None

@@ -216,18 +216,17 @@ class RankPlanner:
             leaf_rows = total + shard.rows
             asked.append(np.arange(total, leaf_rows, dtype=np.int32))
         fetch = np.ascontiguousarray(_joined([part.fetch for part in parts], base), np.int32)
-        count, several = len(request.labels), self._world > 1
-        sizes = [count, count, len(request.segments), total, len(fetch)]
-        sizes += [len(request.places), sum(map(len, own.replies))] if several else []
-        arena, views = self._laid_out(sizes)
-        positions, order, segments, slots, fetched, *sent = views
-        segments[:] = request.segments
-        _joined([part.slots for part in parts], out=slots)
-        touched, sources = sent or (None, None)
+        count, sizes = len(request.labels), list[int]()
+        if self._world > 1:  # else these are there, and are not copied
+            sizes = [total, len(request.places), sum(map(len, own.replies))]
+        arena, views = self._laid_out([count, count, len(fetch), *sizes])
+        positions, order, fetched, *joined = views
+        slots, touched, sources = joined or (None, None, None)
+        slots = _joined([part.slots for part in parts], out=slots)
         touched = _joined(asked, [*base[:-1], 0], touched)
         sources = _joined(own.replies, out=sources)
         missing = np.zeros(leaf_rows, np.uint8)
-        loops.mark(slots, fetch, missing, fetched)
+        loops.mark(np.ascontiguousarray(slots, np.int32), fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         missed = self.occurrences(request, touched, missing, positions, order)
@@ -237,9 +236,9 @@ class RankPlanner:
             positions=torch.from_numpy(positions),
             order=torch.from_numpy(order),
             touched=as_tensor(touched),
-            segments=torch.from_numpy(segments),
+            segments=torch.from_numpy(request.segments),
             touched_counts=tuple([len(part.reply) for part in parts]),
-            slots=torch.from_numpy(slots),
+            slots=as_tensor(slots),
             home_counts=home_counts,
             source_rows=as_tensor(sources),
             source_counts=tuple([len(reply) for reply in own.replies]),
