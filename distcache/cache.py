@@ -89,7 +89,7 @@ Index = Tensor | np.ndarray
 """int32 or int64 `[m]`, on the CPU."""
 
 FREE = -1
-"""`slot_row` of a slot that holds no row."""
+"""`slot_row` of a slot that holds no row of this rank's home."""
 
 FOREIGN = -2
 """`slot_row` of a slot with a row of another rank's home, which alone keeps the number; noted where
@@ -228,10 +228,10 @@ class DeviceCache:
         device, if they are there already.
 
         `rows` `[k]`: the names of those in `slots[first : first + k]`, which are free; the others,
-        of other ranks' homes, have none here, and nothing is noted of them but where every slot is
-        looked at (`validate`). `weight` `[m, D]`, `state` `[m, S]` or None, on any device; of a
-        cache with `state_slots` the state of the k rows alone. Pinned sources may be reused once
-        the current stream is past this call.
+        of other ranks' homes, which write them back, have none here, and nothing is noted of them
+        but where every slot is looked at (`validate`). `weight` `[m, D]`, `state` `[m, S]` or None,
+        on any device; of a cache with `state_slots` the state of the k rows alone. Pinned sources
+        may be reused once the current stream is past this call.
         """
         at, new = self._slots(slots), _numpy(rows, np.int64)
         own = at[first : first + len(new)]

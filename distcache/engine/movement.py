@@ -167,8 +167,6 @@ class GroupRows:
         if shard is not None:
             slots = torch.cat((slots, shard.evict_slots))
             rows = torch.cat((rows, shard.evict_rows))
-        if not slots.shape[0]:
-            return nothing
         return self._store_rows(*self.cache.evict(slots, rows), counts)
 
     def gather(self, plan: StepPlan, counts: MoveCounts) -> Gathered | None:
@@ -267,20 +265,27 @@ class GroupRows:
         if replicated is not None:
             world, only = self.link.world, choice.replicated
             mine = plan.home_slice(world.rank)
-            slots, changed, parts = where.slots, plan.slots, (cache.weight, cache.state)
+            slots, parts = where.slots, (cache.weight, cache.state)
+            own_only = only
             if cache.state_slots is not None:
                 home = self.slots.own_replicated(world.rank, world.size)
-                parts, slots, changed = cache.part(home), slots[mine] - home.start, changed[mine]
-            elif only is None:  # of other homes' rows these write none back
-                changed = changed[mine]
-            cache.mark_dirty(changed if only is None else changed[only])
+                parts, slots = cache.part(home), slots[mine] - home.start
+            elif only is not None:
+                own_only = only[(only >= mine.start) & (only < mine.stop)] - mine.start
+            self._changed(plan.slots[mine], own_only)
             self._update(parts, (slots, only), replicated, choice, enabled)
         shard, there = plan.shard, where.shard
         if own is not None and shard is not None and there is not None:
-            home, only = self.slots.own_sharded, choice.sharded
-            cache.mark_dirty(shard.slots if only is None else shard.slots[only])
-            to = there.slots - home.start, only
+            home = self.slots.own_sharded
+            self._changed(shard.slots, choice.sharded)
+            to = there.slots - home.start, choice.sharded
             self._update(cache.part(home), to, own, choice, enabled)
+
+    def _changed(self, slots: Tensor, only: Tensor | None) -> None:
+        """Let the rows of this home in `slots`, on the CPU, be dirty: those that `only` tells
+        (None: all). Others write theirs back, and nobody does where no row leaves."""
+        if self.store is not None:
+            self.cache.mark_dirty(slots if only is None else slots[only])
 
     def _update(
         self,
@@ -498,8 +503,8 @@ class Mover:
 
     def _send(self, flight: Flight) -> None:
         """The step's index tensors, once for all that reads them: a copy for the arena of each
-        plan, and one for what is in none, as what a batch has of its own; what batches of one shape
-        have in common stays on the device."""
+        plan, where micro-batches have no others, and one for what is in none, as what a batch has
+        of its own; what batches of one shape have in common stays on the device."""
         batch, device = flight.batch, self._link.world.device
         sizes = batch.parts or (batch.ids.batch_size,)
         by_group = [
@@ -533,8 +538,10 @@ class Mover:
         there, device = dict(kept), self._link.world.device
         own = {key for key in every if key not in common}
         for plan in flight.plans:
-            if id(plan.positions) in own:  # micro-batches have others
-                there |= _in_arena(plan, [every[key] for key in own], device)
+            if id(plan.positions) in own:
+                arena = plan.arena.to(device, non_blocking=True)
+                flight.made.append(arena)  # of a rank without ids it may be all that is known
+                there |= _in_arena(plan, arena, [every[key] for key in own])
         own -= there.keys()
         for keys in (common.keys() - kept.keys(), own):  # what stays lies in memory of its own
             new = all_to_device([every[key] for key in keys], device) if keys else []
@@ -550,9 +557,9 @@ class Mover:
         return [[of.mapped(moved) for of in of_group] for of_group in by_group]
 
 
-def _in_arena(plan: StepPlan, tensors: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
-    """Those of the `tensors` that lie in the arena of a plan, by `id`, on the device."""
-    first, there = plan.arena.data_ptr(), plan.arena.to(device, non_blocking=True)
+def _in_arena(plan: StepPlan, there: Tensor, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Those of the `tensors` that lie in the arena of a plan, by `id`, in its copy `there`."""
+    first = plan.arena.data_ptr()
     starts = [(each.data_ptr() - first) // plan.arena.itemsize for each in tensors]
     return {
         id(each): there[at : at + len(each)]

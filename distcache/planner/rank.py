@@ -222,11 +222,11 @@ class RankPlanner:
         arena, views = self._laid_out([count, count, len(fetch), *sizes])
         positions, order, fetched, *joined = views
         slots, touched, sources = joined or (None, None, None)
-        slots = _joined([part.slots for part in parts], out=slots)
+        slots = np.ascontiguousarray(_joined([part.slots for part in parts], out=slots), np.int32)
         touched = _joined(asked, [*base[:-1], 0], touched)
         sources = _joined(own.replies, out=sources)
         missing = np.zeros(leaf_rows, np.uint8)
-        loops.mark(np.ascontiguousarray(slots, np.int32), fetch, missing, fetched)
+        loops.mark(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         missed = self.occurrences(request, touched, missing, positions, order)
@@ -238,7 +238,7 @@ class RankPlanner:
             touched=as_tensor(touched),
             segments=torch.from_numpy(request.segments),
             touched_counts=tuple([len(part.reply) for part in parts]),
-            slots=as_tensor(slots),
+            slots=torch.from_numpy(slots),
             home_counts=home_counts,
             source_rows=as_tensor(sources),
             source_counts=tuple([len(reply) for reply in own.replies]),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from distcache.cache import DeviceCache
 from distcache.comm.world import close_world, open_world
 from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
+from distcache.engine.movement import Mover
 from distcache.engine.queue import SWITCH_S
+from distcache.engine.step import Flight
 from distcache.layout import RowKind
 from distcache.optim import (
     dense_optimizer,
@@ -137,6 +140,35 @@ def left_early(call: dict[str, Any]) -> list[int]:
 def test_nothing_is_on_its_way_to_memory_that_was_let_go_of(guard: Path) -> None:
     for (left,) in run(guard, left_early, [{"access": "staged"}, {"access": "zero_copy"}]):
         assert len(left) > 3 and not any(left)
+
+
+def handed_over(call: dict[str, Any]) -> list[bool]:
+    """Of each index tensor that movement sends for the rows of a step, whether its memory is among
+    what the training stream is told of; `empty`: where one rank has no ids."""
+    case = replace(case_of("adagrad"), steps=8, empty_ranks=call["empty"])
+    world, found, send = open_world("cuda", "gloo", 60), list[bool](), Mover._send
+
+    def sent(mover: Mover, flight: Flight) -> None:
+        send(mover, flight)
+        made = {id(tensor.memory) for tensor in flight.made}
+        for at in flight.where:
+            for tensor in (at.slots, at.fetch_slots, at.touched, at.source_rows):
+                found.append(id(tensor.memory) in made)
+
+    with patch.object(Mover, "_send", sent):
+        mode = make_mode(world, case, CachedSettings("data", (280,), 2, 1))
+        for step in mode.stream(case.batch(s, world.rank, 2) for s in range(case.steps)):
+            mode.train_step(step)
+        mode.close()
+    close_world(world)
+    return found
+
+
+def test_all_that_movement_sends_is_handed_over(guard: Path) -> None:
+    """Also where a rank names no rows, whose homes are asked for by others."""
+    for by_rank in run(guard, handed_over, [{"empty": False}, {"empty": True}], ranks=2):
+        for found in by_rank:
+            assert len(found) == 4 * 8 and all(found)
 
 
 def grown() -> list[list[float]]:

@@ -462,6 +462,16 @@ def test_steps_are_let_go_of_whatever_the_schedule(world) -> None:
         mode.close()
 
 
+def test_slots_that_changed_are_noted_once_though_no_row_leaves(world: World) -> None:
+    run = case("adam")
+    for settings in (CachedSettings("data", (4000, 4000), 3, 1), CachedSettings("resident")):
+        mode = make_mode(world, run, settings)
+        for step in mode.stream(run.batch(s) for s in range(run.steps)):
+            mode.train_step(step)
+        assert len(mode.rows[0].cache._changed) < 8, settings.mode
+        mode.close()
+
+
 def case(optimizer: str = "adam", **changes: object) -> Scenario:
     """Weighted bags of four tables, a short last batch; `changes` of it."""
     spec, lr = OPTIMIZERS[optimizer]
