@@ -123,7 +123,7 @@ def test_the_training_loop_never_waits_for_the_device(
     Two ranks cannot share a GPU without gloo, which waits: the placements run on one rank here.
     """
     spec = case("adagrad", steps=60)
-    monkeypatch.setattr(Placement, "on", lambda self, world: self)
+    monkeypatch.setattr(CachedSettings, "placed", lambda self, world: self.placement)
     placement = placement_of(kind, spec) if kind else Placement()
     how = CachedSettings("data", (2000,), 8, 1, placement=placement, access=access)
     mode = make_mode(world, spec, how)
