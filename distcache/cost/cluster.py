@@ -122,7 +122,8 @@ HOST = HostTimes(
 """By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
 kernel's launch takes beside a GPU; `serial`, which `cli.plan_run.time_planner` found to be 0.077 to
 0.080 at 16,384 samples once another thread read ahead; movement's, fitted to the same threads
-again once the planner put indices where the device takes them from; and `planner_threads`, of which
+again once the planner put indices where the device takes them from (and 2.7e-9 of `listed_s` for
+chunks and their packing, measured on cores about 1.6 times slower); and `planner_threads`, of which
 `trainer.planner_threads=auto` takes the rank's share of the cores, 14 in a DGX H100. A planner's
 wait for those of other ranks is in none.
 """
