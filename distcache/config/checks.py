@@ -50,7 +50,8 @@ _ENDS = {"(0": "above 0", "[0": "at least 0", "1)": "below 1", "1]": "at most 1"
 
 def as_words(config: Config) -> Config:
     """`config` with the words that YAML and Python take for booleans, in place."""
-    config.run.digest = config.run.digest.lower()  # a bool arrives as "True"
+    for section, key in ((config.run, "digest"), (config.trainer, "cuda_graph")):
+        setattr(section, key, getattr(section, key).lower())  # a bool arrives as "True"
     if config.trainer.amp == "False":  # what YAML makes of an unquoted off
         config.trainer.amp = "off"
     return config

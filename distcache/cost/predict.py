@@ -159,16 +159,16 @@ def step_time(
 # -----------------------------------------------------------------------------
 # What a step asks of the threads of its host.
 
-LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 64, 6, 10
+LAUNCHES, GROUP_LAUNCHES, RANK_LAUNCHES = 12, 6, 10
 MOVES, GROUP_MOVES = 1, 7
 """Kernels that training's thread and autograd's launch, of a step, for each group of tables of one
 width more, and with several ranks; kernels and copies of movement, in staging, of a step and for
-each group: counted for DLRM with seven layers and SGD on the CUDA device of tests/fake_device.
-Adagrad and Adam have up to four more."""
+each group: counted for DLRM with seven layers and SGD on the CUDA device of tests/fake_device, the
+dense part's graph as one. Adagrad and Adam have up to four more."""
 
-FUSED_LAUNCHES = 15
-"""In place of a group's, of tables whose lookup and update are one: with the sorts of their
-backward. An estimate."""
+DENSE_LAUNCHES, FUSED_LAUNCHES = 52, 15
+"""Of mode `hybrid`: the dense part's, launched one by one, counted there too; and in place of a
+group's, as lookup and update are one, with the sorts of their backward: an estimate."""
 
 INDEX_BYTES = (8, 8, 4, 8)
 """Of index tensors that movement sends: for an id (its row's place, its place in the order of
@@ -215,7 +215,7 @@ def exchange_size(ranks: int) -> float:
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:
-    """Kernels of a training step, with so many for each group."""
+    """Kernels of a training step, with so many for each group; the dense part is one of them."""
     several = RANK_LAUNCHES * (demand.world_size > 1)
     return LAUNCHES + group_launches * len(demand.groups) + several
 
@@ -375,7 +375,8 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     lookups = sum(group.lookups for group in demand.groups)
     updates, each = demand.world_rows / world, cluster.compute
     sparse = busiest * (each.lookup_s * lookups + each.update_s * updates)
-    threads = HostSeconds(cluster.threads.launch_s * launches_of(demand, FUSED_LAUNCHES))
+    launches = DENSE_LAUNCHES + launches_of(demand, FUSED_LAUNCHES)
+    threads = HostSeconds(cluster.threads.launch_s * launches)
     time = step_time(traffic, cluster, (each.sample_s * demand.batch, sparse), threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)

@@ -244,7 +244,7 @@ def _ends_of_one(count: int) -> Tensor:
 
 
 class PooledLookup(torch.autograd.Function):
-    """`(leaf [U + N, D], bags, weights [n] or None) -> pooled [b, F * D]`.
+    """`(leaf [U + N, D], bags, weights [n] or None, out) -> pooled [b, F * D]`.
 
     Backward sums occurrences in their order.
 
@@ -252,11 +252,18 @@ class PooledLookup(torch.autograd.Function):
     bag gradients (`embedding_bag`'s own backward changes its bits with the labels). `weights`: of
     the ids, feature by feature, in place of those of `bags`; the gradient of each is the product
     of its row as it was read and the gradient of its bag, as that is averaged. Not reduced over
-    the ranks: it is that of this rank's ids.
+    the ranks: it is that of this rank's ids. `out`: nothing, or, of `single` bags, where the result
+    is to lie, `[b, F * D]`, in one piece; autograd hears nothing of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, bags: DeviceBags, weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        bags: DeviceBags,
+        weights: Tensor | None,
+        out: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Sum (or average) every bag's rows."""
         ctx.bags, ctx.dim = bags, leaf.shape[1]
         (samples, features), dim = bags.shape, ctx.dim
@@ -265,7 +272,8 @@ class PooledLookup(torch.autograd.Function):
         own = bags.weights if weights is None else weights
         if weights is not None and bags.single:
             own = by_sample(weights, samples, features)
-        pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, own)
+        room = out[0].view(-1, dim) if out else None
+        pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, own, room)
         if not bags.single:
             pooled = pooled.view(features, samples, dim).transpose(0, 1).reshape(-1, dim)
         pooled = pooled if bags.scale is None else pooled.mul_(bags.scale)
@@ -273,7 +281,7 @@ class PooledLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         """Local gradients of all leaf rows, zero for those that only other ranks named."""
         bags, (samples, features) = ctx.bags, ctx.bags.shape
         gradient = gradient.reshape(samples * features, ctx.dim)
@@ -282,10 +290,10 @@ class PooledLookup(torch.autograd.Function):
         bags = replace(bags, weights=weights[0]) if weights else bags
         rows = _row_gradient(bags, gradient) if ctx.needs_input_grad[0] else None
         if ctx.leaf is None:
-            return rows, None, None
+            return rows, None, None, None
         positions = bags.positions.index_select(0, bags.bag_of) if bags.single else bags.positions
         products = ctx.leaf.index_select(0, positions) * gradient.index_select(0, bags.bag_of)
-        return rows, None, products.sum(1)
+        return rows, None, products.sum(1), None
 
 
 class RowLookup(torch.autograd.Function):
@@ -474,6 +482,10 @@ class DenseGradients:
         pairs = zip(self.parameters, parts, strict=True)
         self._pairs = [(parameter, part.view_as(parameter)) for parameter, part in pairs]
         self._chunks = self.flat.split(CHUNK_ELEMENTS)
+        self.attach()
+
+    def attach(self) -> None:
+        """Let the gradients be what lies in `flat`."""
         for parameter, view in self._pairs:
             parameter.grad = view
 
@@ -499,6 +511,7 @@ class DenseGradients:
                 f"a parameter of shape {list(thawed.shape)} was frozen when DenseGradients was "
                 "made and trains now, so nobody sums its gradient: make another DenseGradients"
             )
+        self.gather()
         self.start_sum()()
         size = self._link.world.size
         if self._is_mean and size > 1:
@@ -518,8 +531,9 @@ class DenseGradients:
         agree_on(world, said)
         return Link(world, world.device_group, CollectiveCounters(), "the dense gradients' group")
 
-    def _gather(self) -> None:
-        """Let the gradients be views of `flat`; of parameters without one, zeros."""
+    def gather(self) -> None:
+        """Bring the gradients into `flat`, of which they are views then; of parameters without one,
+        zeros. Where autograd records nothing."""
         made = []
         for parameter, view in self._pairs:
             own = parameter.grad
@@ -540,15 +554,10 @@ class DenseGradients:
             self._link = None
 
     def start_sum(self) -> Callable[[], None]:
-        """Bring the gradients into `flat`, of which they are views from now on, and sum over the
-        ranks, in place; the sums are there when it has been called.
-
-        Where autograd records nothing.
-        """
+        """Sum `flat` over the ranks, in place; the sums are there when it has been called."""
         link = self._link
         if link is None:
             raise RuntimeError("sum() joins the ranks first")
-        self._gather()
         waits = [link.start_all_reduce(chunk, DENSE, "dense gradients") for chunk in self._chunks]
 
         def finish() -> None:

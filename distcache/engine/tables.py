@@ -298,17 +298,23 @@ class CachedTables:
         leaves: Sequence[Tensor],
         part: int = 0,
         weights: Sequence[Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The bags of a step's micro-batch `part`, `[b, sum of widths]` in the order of the
         features; differentiable in `leaves`, whose gradients are summed in the ids' order, and in
-        `weights`, by feature, of ids of a batch that was planned without."""
-        found = []
-        for group, leaf, bags in zip(self.groups, leaves, flight.lookups[part], strict=True):
+        `weights`, by feature, of ids of a batch that was planned without. `out`: where the bags are
+        to lie too."""
+        found, bags_of = [], flight.lookups[part]
+        room = (out,) if out is not None and len(bags_of) == 1 and bags_of[0].single else ()
+        for group, leaf, bags in zip(self.groups, leaves, bags_of, strict=True):
             own = None
             if weights is not None:
                 own = torch.cat([weights[feature] for feature in group.features]).to(leaf.dtype)
-            found.append(PooledLookup.apply(leaf, bags, own))
-        return join_pooled(self.groups, found)
+            found.append(PooledLookup.apply(leaf, bags, own, room))
+        pooled = join_pooled(self.groups, found)
+        if out is not None and not room:
+            out.copy_(pooled.detach())
+        return pooled
 
     def lookup(self, flight: Flight, leaves: Sequence[Tensor], part: int = 0) -> list[Tensor]:
         """The row of every id of a step's micro-batch `part`, by feature: `[n_f, D_f]` each; of

@@ -69,14 +69,20 @@ def _segment_sum(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
 
 
 def pooled_lookup(
-    rows: Tensor, positions: Tensor, offsets: Tensor, weights: Tensor | None = None
+    rows: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Sum the rows of each bag: `[K, D]`, in the dtype of `rows`; an empty bag is 0.
 
     `rows`: float `[U, D]`; `positions`: `[n]`, the row of each id; `offsets`: `[K + 1]`, bag k has
-    the ids [offsets[k], offsets[k + 1]); `weights`: float `[n]`, or None for ones.
+    the ids [offsets[k], offsets[k + 1]); `weights`: float `[n]`, or None for ones; `out`: where the
+    sums are to lie, contiguous (None: in new memory).
     """
-    return _segment_sum(rows, positions, offsets, weights)
+    sums = _segment_sum(rows, positions, offsets, weights)
+    return sums if out is None else out.copy_(sums)
 
 
 def row_gradients(

@@ -44,20 +44,26 @@ kernels of the step could run, and so many keep it busy (128 KB under way)."""
 def fits(*tensors: Tensor | None) -> bool:
     """Whether these bodies can take the float tensors of a call: float32 where kernels run, or,
     of the first, halves, which are computed with in float32."""
-    device = "cpu" if INTERPRETED else "cuda"
-    given = [tensor for tensor in tensors if tensor is not None]
-    rows = not given or given[0].dtype in (torch.float32, *HALVES)
-    return rows and all(
-        (t is given[0] or t.dtype == torch.float32) and t.device.type == device for t in given
-    )
+    device, taken = "cpu" if INTERPRETED else "cuda", (torch.float32, *HALVES)
+    for tensor in tensors:
+        if tensor is not None:
+            if tensor.device.type != device or tensor.dtype not in taken:
+                return False
+            taken = (torch.float32,)
+    return True
 
 
 def pooled_lookup(
-    rows: Tensor, positions: Tensor, offsets: Tensor, weights: Tensor | None = None
+    rows: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.pooled_lookup`; one pass over the bags."""
     rows = _unit_columns(rows)
-    out = rows.new_empty(max(len(offsets) - 1, 0), rows.shape[1])
+    if out is None:
+        out = rows.new_empty(max(len(offsets) - 1, 0), rows.shape[1])
     if len(rows) == 0:
         return out.zero_()
     _segment_sums(rows, (offsets[:-1], offsets[1:]), out, inner=positions, weights=weights)

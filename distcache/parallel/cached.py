@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from distcache.parallel.base import (
     held_bytes,
     predict,
 )
+from distcache.parallel.dense_graph import DenseGraph, shape_of
 from distcache.popularity.statistics import Popularity
 from distcache.store.table_files import Stored
 
@@ -60,11 +61,13 @@ log = logging.getLogger(__name__)
 class CachedSettings(TableSettings):
     """How a cached mode runs: its rows, and beside them `on_bad_id` (`error` or `hash`);
     `result_delay`: steps after which a step's loss is read (None: 2 on CUDA, 0 on the CPU); `amp`:
-    `off`, or `bf16` for the dense part."""
+    `off`, or `bf16` for the dense part; `cuda_graph`: whether a GPU replays the dense part, which
+    does the same in each step then, from a graph."""
 
     on_bad_id: str = "error"
     result_delay: int | None = None
     amp: str = "off"
+    cuda_graph: bool = False
 
 
 @dataclass
@@ -112,6 +115,11 @@ class CachedParallel(Parallel):
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
+        self._graph: DenseGraph | None = None
+        self._records = settings.cuda_graph and self.streams.ordered
+        """Whether a graph is to be made of steps of a shape that has none."""
+        self._shape: Hashable = None
+        """Of the last step; None before the first."""
         self.applied = 0
         self._update = update
         self._bad_ranks: tuple[int, ...] = ()
@@ -210,20 +218,53 @@ class CachedParallel(Parallel):
     @torch.enable_grad()
     def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         outcome: Outcome = flight.result
-        self.dense.zero()
         if self._buffers:
             buffers = (module._buffers.get(name) for module, name in self._buffers)
             outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
-        logits = self._predict(flight, [leaf.requires_grad_() for leaf in leaves])
-        labels = flight.labels.to(logits.dtype)
-        total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        outcome.loss = total / flight.batch.global_size
-        outcome.loss.backward()
+        graph, shape = self._graph, shape_of(flight)
+        graph = None if graph is None or graph.shape != shape else graph
+        room = None if graph is None else graph.pooled
+        pooled = self.tables.pooled(flight, [leaf.requires_grad_() for leaf in leaves], out=room)
+        if graph is not None:
+            outcome.loss, gradient = graph(flight)
+        else:
+            size = flight.batch.global_size
+            outcome.loss, gradient = self._dense_pass(flight.dense, pooled, flight.labels, size)
+        if gradient is not None:
+            pooled.backward(gradient)
+        if self._records and graph is None and self._shape in (None, shape) and len(pooled):
+            self._record(flight, pooled.detach())
+        self._shape = shape
 
-    def _predict(self, flight: Flight, leaves: Sequence[Tensor]) -> Tensor:
-        """Logits `[b]` of the local batch from the leaves of its rows."""
-        pooled = self.tables.pooled(flight, leaves)
-        return predict(self.model, flight.dense, pooled, self.settings.amp)
+    def _dense_pass(
+        self, dense: Tensor, pooled: Tensor, labels: Tensor, samples: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `DensePass`; the dense part's own gradients lie in `self.dense.flat` then."""
+        self.dense.zero()
+        pooled = pooled.detach().requires_grad_()
+        logits = predict(self.model, dense, pooled, self.settings.amp)
+        labels = labels.to(logits.dtype)
+        total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        loss = total / samples
+        loss.backward()
+        with torch.no_grad():
+            self.dense.gather()
+        return loss.detach(), pooled.grad
+
+    def _record(self, flight: Flight, pooled: Tensor) -> None:
+        """Record the dense part for the steps to come, of this one's shape, which waits for the
+        device: it is the first step, beside which nothing moves that other ranks could wait for, or
+        the second of a shape."""
+        try:
+            self._graph = DenseGraph(self._dense_pass, flight, pooled)
+        except RuntimeError as error:
+            self._records = False
+            self.dense.attach()
+            log.warning(
+                "the dense part is not replayed from a CUDA graph (trainer.cuda_graph=false leaves "
+                "that out), but launched kernel by kernel: %s",
+                str(error).splitlines()[0],
+            )
 
     def _sync(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         """Program order: row gradients of each group, dense chunks, loss and control; then what
@@ -295,7 +336,8 @@ class CachedParallel(Parallel):
                 modes = [(module, module.training) for module in self._modules]
                 self.model.eval()
                 try:
-                    logits = self._predict(flight, leaves)
+                    pooled = tables.pooled(flight, leaves)
+                    logits = predict(self.model, flight.dense, pooled, self.settings.amp)
                 finally:
                     for module, training in modes:
                         module.training = training

@@ -74,6 +74,12 @@ def dtype_of(config: Config) -> torch.dtype:
     return getattr(torch, config.trainer.dtype)
 
 
+def replays(config: Config) -> bool:
+    """Whether a GPU replays the dense part from a graph; `auto`: where that is one of ours."""
+    given = config.trainer.cuda_graph
+    return given == "true" or (given == "auto" and config.data.name != "own")
+
+
 def build_source(config: Config) -> BatchSource:
     """The data of group `data`. Raises ConfigError where pyarrow is missing."""
     data, dtype = config.data, dtype_of(config)
@@ -236,6 +242,7 @@ def build_parallel(
         fingerprint=zlib.crc32(repr(sorted(source.identity.items())).encode()),
         schedule=trainer.schedule,
         amp=trainer.amp,
+        cuda_graph=replays(config),
         placement=placement,
         access=config.store.access,
         planner_threads=planner_threads(trainer.planner_threads, world),

@@ -10,8 +10,10 @@ without waiting for it is read too early:
   that it was made on, and those of `record_stream`): work of another stream finds NaN there;
 * a host buffer is read when a copy is done, not when it is called, if the buffer is pinned.
 
-Not there: the random numbers of a device, capture, other devices, what changes a tensor's shape in
-place, and setting `.data`. Several processes may have one such device each, and gloo between them.
+A graph holds what one stream was given while it was recorded, and its memory, garbage again at each
+replay and as soon as it was let go of. Not there: the random numbers of a device, graphs of several
+streams, other devices, what changes a tensor's shape in place, and setting `.data`. Several
+processes may have one such device each, and gloo between them.
 
 To be used in a process of its own (`process.py`): nothing here can be undone.
 """
@@ -47,6 +49,9 @@ class Dropped:
     def __init__(self, memory: Any, readers: Iterable[Stream]) -> None:
         self.memory = memory
         self.readers = [(reader, reader.queued) for reader in readers]
+
+    def __call__(self) -> None:  # in a graph, where no other stream reads it
+        fill_with_garbage(self.memory)
 
     def due(self) -> bool:
         return all(stream.done >= place for stream, place in self.readers)
@@ -89,6 +94,9 @@ class Device:
         with self.lock:
             self.check()
             stream = stream or self.current()
+            if stream.records is not None:
+                stream.records.work.append(work)
+                return
             while launch and stream.used_again:
                 self._append(stream.used_again.popleft(), stream)
             self._append(work, stream)
@@ -157,6 +165,8 @@ class Device:
 
     def wait(self, stream: Stream, place: int, an_event: bool = False) -> None:
         """Let the host wait for `stream` to be at `place`; for an event's, nobody is warned."""
+        if stream.records is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         if stream.done < place:
             self.count("host wait")
             if self.warns and not an_event:
@@ -262,13 +272,17 @@ class Stream:
         self.dropped: deque[Dropped] = deque()
         self.used_again: deque[Dropped] = deque()
         self.queued = self.done = 0
+        self.records: CUDAGraph | None = None
+        """The graph that gets what this stream is given."""
         with DEVICE.lock:
             self.cuda_stream = self.stream_id = len(DEVICE.streams)
             DEVICE.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         """What is queued from now on comes after what `event` has recorded so far."""
-        if event.stream is not None:
+        if self.records is not event.records:
+            raise RuntimeError("CUDA error: dependency created on uncaptured work")
+        if event.stream is not None and self.records is None:
             DEVICE.queue(copy.copy(event), self)  # what is recorded now, whatever it records later
 
     def wait_stream(self, stream: Stream) -> None:
@@ -294,10 +308,12 @@ class Event:
         self.timing = enable_timing
         self.place = self.looks = 0
         self.time: list[float] = []
+        self.records: CUDAGraph | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         with DEVICE.lock:
             self.stream, self.time, self.looks = stream or DEVICE.current(), [], 0
+            self.records = self.stream.records
             reached = self.time.append
             DEVICE.queue(lambda: reached(time.perf_counter()), self.stream)
             self.place = self.stream.queued
@@ -323,6 +339,22 @@ class Event:
         if not (self.time and end.time):
             raise RuntimeError("CUDA error: device not ready")
         return (end.time[0] - self.time[0]) * 1e3
+
+
+class CUDAGraph:
+    """torch.cuda.CUDAGraph: `work`, in order, with the memory that it holds."""
+
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+
+    def replay(self) -> None:
+        """One launch, of all of it."""
+        DEVICE.count("launch")
+        DEVICE.queue(self._do, launch=True)
+
+    def _do(self) -> None:
+        for work in self.work:
+            work()
 
 
 @runtime_checkable

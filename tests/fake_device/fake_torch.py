@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake_device.fake_cuda import DEVICE, GUARD, Dropped, Event, Stream, fill_with_garbage
+from fake_device.fake_cuda import (
+    DEVICE,
+    GUARD,
+    CUDAGraph,
+    Dropped,
+    Event,
+    Stream,
+    fill_with_garbage,
+)
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -28,11 +36,19 @@ class Memory:
 
     def __init__(self, host: Tensor) -> None:
         self.host, self.stream, self.readers = host, DEVICE.current(), set()
+        self.graph = self.stream.records
+        if self.graph is not None:
+            self.graph.work.append(Dropped(host, ()))
         DEVICE.allocate(self.stream)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # takes no lock: the garbage collector may run at any place
+        if sys.is_finalizing():
+            return
+        # Takes no lock: the garbage collector may run at any place.
+        if self.graph is None:
             self.stream.dropped.append(Dropped(self.host, self.readers))
+        elif self.stream.records is self.graph:
+            self.graph.work.append(Dropped(self.host, ()))
 
 
 class FakeTensor(Tensor):
@@ -116,7 +132,7 @@ def _into(out: Any, func: Callable) -> Callable:
 
 def launch(func: Callable, *args: Any, **kwargs: Any) -> None:
     """Queue `func` on tensors of the host."""
-    DEVICE.count("launch")
+    DEVICE.count("launch" if DEVICE.current().records is None else "recorded")
     _queue(func, args, kwargs)
 
 
@@ -244,6 +260,19 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
         GUARD.fake_set_stream(before)
 
 
+@contextlib.contextmanager
+def record(graph: CUDAGraph, *, capture_error_mode: str = "global") -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    _synchronize()
+    with on_stream(Stream()):
+        stream = DEVICE.current()
+        stream.records = graph
+        try:
+            yield
+        finally:
+            stream.records = None
+
+
 def _synchronize(device: Any = None) -> None:
     for stream in list(DEVICE.streams):
         stream.synchronize()
@@ -254,6 +283,7 @@ _PROPERTIES = SimpleNamespace(
 )
 
 _CUDA: dict[str, Any] = {
+    "CUDAGraph": CUDAGraph,
     "Event": Event,
     "Stream": Stream,
     "cudart": lambda: _RUNTIME,
@@ -263,6 +293,7 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
+    "graph": record,
     "set_sync_debug_mode": lambda mode: setattr(DEVICE, "warns", mode == "warn"),
     "stream": on_stream,
     "synchronize": _synchronize,

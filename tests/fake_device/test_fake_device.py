@@ -35,7 +35,7 @@ KEYS = """
 """
 
 SCHEDULES = [("lazy", 1), ("moody", 2), ("random", 3)]
-RESIDENT = ["parallel=resident"]
+RESIDENT = ["parallel=resident", "trainer.cuda_graph=false"]
 CPU = ["parallel=resident", "trainer.device=cpu"]
 
 ONE = [(150, 0, "staged"), (250, 1, "zero_copy"), (430, 3, "staged")]

@@ -47,10 +47,15 @@ SCHEDULES = [(name, seed) for seed in (1, 2, 3) for name in ("lazy", "moody", "r
 
 
 def data(
-    prefetch: int = 1, access: str = "staged", slots: int = 180, placement: str = "replicated"
+    prefetch: int = 1,
+    access: str = "staged",
+    slots: int = 180,
+    placement: str = "replicated",
+    graph: bool = False,
 ) -> Training:
     """A run of mode `data`, whose losses are all read in the end."""
     how = {"access": access, "result_delay": CASE.steps, "placement": Placement(placement)}
+    how |= {"cuda_graph": graph}
     return Training(CASE, CachedSettings("data", (slots,), 2, prefetch, **how))
 
 
@@ -135,6 +140,7 @@ def unsettled() -> Iterator[None]:
 
 LAWS = {
     "after: compute": Law(partial(without_after, COMPUTE), data()),
+    "after: compute, replayed": Law(partial(without_after, COMPUTE), data(graph=True)),
     "after: communication": Law(
         partial(without_after, COMMUNICATION), data(placement="sharded"), 2
     ),

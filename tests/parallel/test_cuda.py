@@ -56,7 +56,7 @@ def test_every_schedule_has_the_bits_of_resident(world: World, optimizer: str) -
         (2, 0, "overlapped", "zero_copy", None),
         (8, 1, "overlapped", "staged", {"warm_start": 1.0}),
     ):
-        chosen = {"schedule": schedule, "access": access}
+        chosen = {"schedule": schedule, "access": access, "cuda_graph": prefetch == 1}
         settings = CachedSettings("data", (2000,), lookahead, prefetch, **chosen)
         jobs.append(Job(spec, settings, 7, how))
     jobs.append(Job(spec, CachedSettings("host")))
@@ -125,7 +125,8 @@ def test_the_training_loop_never_waits_for_the_device(
     spec = case("adagrad", steps=60)
     monkeypatch.setattr(CachedSettings, "placed", lambda self, world: self.placement)
     placement = placement_of(kind, spec) if kind else Placement()
-    how = CachedSettings("data", (2000,), 8, 1, placement=placement, access=access)
+    where = {"placement": placement, "access": access}
+    how = CachedSettings("data", (2000,), 8, 1, cuda_graph=True, **where)
     mode = make_mode(world, spec, how)
     allocated: list[int] = []
     for step in mode.stream(spec.batch(s) for s in range(spec.steps)):
