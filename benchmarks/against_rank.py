@@ -124,6 +124,8 @@ class Work:
         self.meters = dict.fromkeys(METERS, 0.0)
         self.others = [False]
         """Of each call that has not ended, whether its time is another's."""
+        self.replayed = 0
+        """How many calls there were outside `REPLAYED`, within which all is another's; 0 beside."""
         self._since = time.thread_time()
 
     def enter(self, other: bool | None) -> None:
@@ -135,6 +137,8 @@ class Work:
         """The call that began last has ended."""
         if len(self.others) > 1:
             self._turn(self.others.pop(), self.others[-1])
+        if len(self.others) <= self.replayed:
+            self.replayed = 0
 
     def _turn(self, before: bool, after: bool) -> None:
         self.meters["own_events"] += not (before or after)
@@ -154,12 +158,16 @@ METERS = ("calls", "package_calls", "numpy_calls", "own_ms", *TOLD)
 """What `Calls` tells of each thread."""
 
 
+REPLAYED = "_dense_pass"
+"""The function of the package that a GPU replays from a graph, whatever that calls."""
+
+
 class Calls:
     """What each thread does by itself, told by `sys.setprofile`, until `over`.
 
-    Not its own is what torch does, the package's kernels (`ops`, which a device does), and the
-    model, which is this file's; operators of tensors are told (`tell_operators`). Compiled loops
-    are a thread's own, and so is what it takes to let go of a tensor's memory.
+    Not its own is what torch does, the package's kernels (`ops`, which a device does), the model,
+    which is this file's, and all of `REPLAYED`; operators of tensors are told (`tell_operators`).
+    Compiled loops are a thread's own, and so is what it takes to let go of a tensor's memory.
     """
 
     def __init__(self) -> None:
@@ -178,14 +186,16 @@ class Calls:
         work = self.threads[threading.get_ident()]
         if event == "call":
             file = frame.f_code.co_filename
-            if file != __file__:
+            if frame.f_code.co_name == REPLAYED:
+                work.replayed = len(work.others)
+            if file != __file__ and not work.replayed:
                 work.meters["calls"] += 1
                 work.meters["package_calls"] += file.startswith(self._package)
             if file not in self._known:
                 other = file.startswith(self._others)
                 known = other or file.startswith(self._package)
                 self._known[file] = other if known else None
-            work.enter(self._known[file])
+            work.enter(work.replayed > 0 or self._known[file])
         elif event == "c_call":
             owner = argument.__module__ or getattr(argument.__self__, "__module__", "builtins")
             work.meters["numpy_calls"] += owner.startswith("numpy")

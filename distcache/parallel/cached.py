@@ -257,8 +257,8 @@ class CachedParallel(Parallel):
         the second of a shape."""
         try:
             self._graph = DenseGraph(self._dense_pass, flight, pooled)
-        except RuntimeError as error:
-            self._records = False
+        except RuntimeError as error:  # of the end, where the first is its context
+            self._records, error = False, error.__context__ or error
             self.dense.attach()
             log.warning(
                 "the dense part is not replayed from a CUDA graph (trainer.cuda_graph=false leaves "
