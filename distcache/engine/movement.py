@@ -139,11 +139,14 @@ class GroupRows:
         link: Link,
         streams: Streams,
         prefetch: int,
+        grows: bool,
         slots: RegionSlots,
     ) -> None:
-        """`prefetch`: P, which bounds the steps whose rows lie in staging buffers; `slots`: of the
-        cache, by region."""
+        """`prefetch`: P, which bounds the steps whose rows lie in staging buffers; `grows`: whether
+        a step may fill more slots than there are (mode `host`); `slots`: of the cache, by
+        region."""
         self.group, self.cache, self.store, self.slots = group, cache, store, slots
+        self._grows = grows
         self.link, self.streams = link, streams
         self.counts = MoveCounts()
         """Of the training steps that were run, and of `flush`."""
@@ -226,9 +229,10 @@ class GroupRows:
             state = other if both else state
         on_host, where = slots
         if on_host.shape[0]:
-            before, most = self.cache.slots, int(on_host.numpy().max())
-            self.cache.ensure(most + 1)  # in memory of the current stream, if it grows
-            self.grown |= self.cache.slots > before
+            if self._grows:
+                before, most = self.cache.slots, int(on_host.numpy().max())
+                self.cache.ensure(most + 1)  # in memory of the current stream, if it grows
+                self.grown |= self.cache.slots > before
             self.cache.fill(on_host, own, weight, state, where, sum(counts[:rank]))
 
     def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:

@@ -60,7 +60,7 @@ def make_rows(
     caches: list[DeviceCache] = []
     make = partial(_make_caches, world, groups, regions, update, settings)
     together(world, lambda: caches.extend(make()))
-    common = (link, streams, settings.prefetch)
+    common = (link, streams, settings.prefetch, settings.mode == "host")
     return [
         GroupRows(group, cache, store, *common, count)
         for group, cache, store, count in zip(groups, caches, stores, regions, strict=True)
