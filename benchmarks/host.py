@@ -259,7 +259,7 @@ def constants(
     slower = {name: factor * getattr(times, name) for name in PLANNER}
     times = replace(times, **slower, exchange_s=exchange_s)
     for record in plans:
-        record["predicted_ms"] = 1e3 * step(record).time.threads.planner
+        record["predicted_ms"] = 1e3 * step(record, times).time.threads.planner
     return replace(times, planner_threads=options.planner_threads)
 
 
