@@ -482,10 +482,6 @@ class DenseGradients:
         pairs = zip(self.parameters, parts, strict=True)
         self._pairs = [(parameter, part.view_as(parameter)) for parameter, part in pairs]
         self._chunks = self.flat.split(CHUNK_ELEMENTS)
-        self.attach()
-
-    def attach(self) -> None:
-        """Let the gradients be what lies in `flat`."""
         for parameter, view in self._pairs:
             parameter.grad = view
 

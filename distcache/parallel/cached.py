@@ -29,7 +29,7 @@ from distcache.engine.queue import STOP_S
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.engine.whole import Snapshot
-from distcache.errors import PlanError
+from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate, dense_optimizer, masked_step, put_back, uncount
 from distcache.parallel.base import (
@@ -50,6 +50,9 @@ MOST_NAMED = 64
 
 _DELAY = 2
 """Steps after which the host looks at a step's loss, where the device works on beside it."""
+
+_GRAPHS = 8
+"""Most graphs of a run whose batches change their shape: recording one waits for the device."""
 
 _FAILED_STOP_S = 1.0
 """`STOP_S` when a step failed: the other planners may never come."""
@@ -116,8 +119,9 @@ class CachedParallel(Parallel):
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
         self._control = ControlRing(self.link, self.streams, self.result_delay)
         self._graph: DenseGraph | None = None
-        self._records = settings.cuda_graph and self.streams.ordered
-        """Whether a graph is to be made of steps of a shape that has none."""
+        self._records = _GRAPHS * (settings.cuda_graph and self.streams.ordered)
+        """How many graphs may yet be made, each of steps of a shape that the one before is not
+        for."""
         self._shape: Hashable = None
         """Of the last step; None before the first."""
         self.applied = 0
@@ -241,7 +245,8 @@ class CachedParallel(Parallel):
     ) -> tuple[Tensor, Tensor | None]:
         """See `DensePass`; the dense part's own gradients lie in `self.dense.flat` then."""
         self.dense.zero()
-        pooled = pooled.detach().requires_grad_()
+        of_lookup = pooled.requires_grad
+        pooled = pooled if of_lookup else pooled.detach().requires_grad_()
         logits = predict(self.model, dense, pooled, self.settings.amp)
         labels = labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -249,21 +254,28 @@ class CachedParallel(Parallel):
         loss.backward()
         with torch.no_grad():
             self.dense.gather()
-        return loss.detach(), pooled.grad
+        return loss.detach(), None if of_lookup else pooled.grad
 
     def _record(self, flight: Flight, pooled: Tensor) -> None:
         """Record the dense part for the steps to come, of this one's shape, which waits for the
         device: it is the first step, beside which nothing moves that other ranks could wait for, or
-        the second of a shape."""
+        the second of a shape.
+
+        Raises ConfigError where that fails: torch does not promise to go on then.
+        """
+        self._records, self._graph = self._records - 1, None
+        buffers, way_out = list(self.model.buffers()), "set trainer.cuda_graph=false"
         try:
             self._graph = DenseGraph(self._dense_pass, flight, pooled)
-        except RuntimeError as error:  # of the end, where the first is its context
-            self._records, error = False, error.__context__ or error
-            self.dense.attach()
-            log.warning(
-                "the dense part is not replayed from a CUDA graph (trainer.cuda_graph=false leaves "
-                "that out), but launched kernel by kernel: %s",
-                str(error).splitlines()[0],
+        except Exception as error:  # that of the end has the first for its context
+            raise ConfigError(
+                f"the dense part cannot be recorded as a CUDA graph: {error.__context__ or error}; "
+                f"{way_out}"
+            ) from error
+        if any(new is not old for new, old in zip(self.model.buffers(), buffers, strict=True)):
+            raise ConfigError(
+                "the model gives its buffers new memory as it runs, where a CUDA graph changes "
+                f"nothing: change them in place, or {way_out}"
             )
 
     def _sync(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
@@ -437,8 +449,9 @@ class CachedParallel(Parallel):
         super().watch(watcher)
 
     def close(self) -> None:
-        """End the stream, if one is open, and let go of stores and gradients."""
+        """End the stream, if one is open, and let go of stores, gradients and graph."""
         self._end()
         self.tables.close()
+        self._graph = None
         for parameter in self.dense.parameters:
             parameter.grad = None

@@ -18,7 +18,8 @@ from distcache.engine.step import Flight
 DensePass = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
 """The dense part of a step, forward and backward: from dense features `[b, d]`, pooled bags
 `[b, sum of widths]`, labels `[b]` and the samples of the global batch to this rank's share of the
-loss, one element, and the gradient of the bags, None where the model does not use them."""
+loss, one element, and the gradient of the bags: None where the model does not use them, or where
+backward went on through them."""
 
 
 class DenseGraph:
@@ -30,10 +31,9 @@ class DenseGraph:
     """
 
     def __init__(self, run: DensePass, flight: Flight, pooled: Tensor) -> None:
-        """Record `run`, which has run once, for steps like this and bags like its `pooled`.
-
-        RuntimeError where it does what no graph holds, such as waiting for the device.
-        """
+        """Record `run`, which has run once, for steps like this and bags like its `pooled`. Raises
+        what it raises, and RuntimeError where it does what no graph holds, as waiting for the
+        device."""
         self.shape = shape_of(flight)
         given = flight.dense, pooled, flight.labels
         self._dense, self.pooled, self._labels = (torch.empty_like(own) for own in given)

@@ -158,6 +158,13 @@ class Device:
                 stream.done = stream.queued
             self.failure = None
 
+    def permit(self) -> None:
+        """RuntimeError where this thread records a graph: it may not wait, or ask what is done."""
+        graph = self.current().records
+        if graph is not None:
+            graph.spoilt = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
     def check(self) -> None:
         """Raise what has failed."""
         if self.failure is not None:
@@ -165,8 +172,7 @@ class Device:
 
     def wait(self, stream: Stream, place: int, an_event: bool = False) -> None:
         """Let the host wait for `stream` to be at `place`; for an event's, nobody is warned."""
-        if stream.records is not None:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        self.permit()
         if stream.done < place:
             self.count("host wait")
             if self.warns and not an_event:
@@ -281,6 +287,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """What is queued from now on comes after what `event` has recorded so far."""
         if self.records is not event.records:
+            for graph in filter(None, (self.records, event.records)):
+                graph.spoilt = True
             raise RuntimeError("CUDA error: dependency created on uncaptured work")
         if event.stream is not None and self.records is None:
             DEVICE.queue(copy.copy(event), self)  # what is recorded now, whatever it records later
@@ -323,6 +331,7 @@ class Event:
 
     def query(self) -> bool:
         with DEVICE.lock:
+            DEVICE.permit()
             DEVICE.check()
             if self.stream is not None and self.stream.done < self.place:
                 DEVICE.polled(self)
@@ -346,6 +355,19 @@ class CUDAGraph:
 
     def __init__(self) -> None:
         self.work: list[Any] = []
+        self.stream: Any = None
+        self.spoilt = False
+
+    def capture_begin(self, **how: Any) -> None:
+        """From now on the current stream's work is the graph's."""
+        self.stream = DEVICE.current()
+        self.stream.records = self
+
+    def capture_end(self) -> None:
+        """RuntimeError where something was not permitted meanwhile."""
+        self.stream.records = None
+        if self.spoilt:
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
 
     def replay(self) -> None:
         """One launch, of all of it."""

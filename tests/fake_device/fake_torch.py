@@ -260,19 +260,6 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
         GUARD.fake_set_stream(before)
 
 
-@contextlib.contextmanager
-def record(graph: CUDAGraph, *, capture_error_mode: str = "global") -> Iterator[None]:
-    """`torch.cuda.graph`."""
-    _synchronize()
-    with on_stream(Stream()):
-        stream = DEVICE.current()
-        stream.records = graph
-        try:
-            yield
-        finally:
-            stream.records = None
-
-
 def _synchronize(device: Any = None) -> None:
     for stream in list(DEVICE.streams):
         stream.synchronize()
@@ -293,7 +280,6 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "graph": record,
     "set_sync_debug_mode": lambda mode: setattr(DEVICE, "warns", mode == "warn"),
     "stream": on_stream,
     "synchronize": _synchronize,
@@ -347,6 +333,7 @@ def install() -> None:
         for name in names.split():
             setattr(torch.cuda, name, lambda *args, value=value: value)
     dist.all_reduce = _all_reduce
+    torch._C._host_emptyCache = lambda: None  # of torch.cuda.graph
     # `module.to` gives a module new parameters: `.data` of a CPU tensor cannot become a wrapper.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL")
