@@ -74,7 +74,7 @@ class HostTimes:
     """What a rank's threads take on its host, in seconds on a core; all 0: nothing.
 
     Training: `launch_s`, a kernel or copy that any thread issues; `training_s`, its own work of a
-    step. The planner: `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that
+    step, without the dense part's. The planner: `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that
     ranks name to a home, `decided_s` of one that a home decides on, `fetched_s` of one that it
     fetches, `placed_s` of one that a rank's plan has; `serial`: the share of all these that the
     planner's thread does alone, `planner_threads`: k, which share the rest; `exchange_s`: of an
@@ -103,29 +103,26 @@ class HostTimes:
 
 HOST = HostTimes(
     launch_s=7e-6,
-    training_s=1.28e-3,
-    planning_s=3.21e-4,
-    id_s=1.11e-8,
-    named_s=2.88e-8,
-    decided_s=4.02e-8,
-    fetched_s=3.58e-8,
-    placed_s=7.95e-9,
-    exchange_s=5.02e-4,
-    moving_s=3.55e-4,
-    listed_s=9.2e-9,
-    moved_s=2.83e-8,
-    row_s=1.79e-8,
-    serial=0.079,
+    training_s=7.76e-4,
+    planning_s=1.36e-4,
+    id_s=1.16e-8,
+    named_s=2.51e-8,
+    decided_s=8.89e-9,
+    fetched_s=7.5e-8,
+    placed_s=6.92e-9,
+    exchange_s=7.23e-4,
+    moving_s=4.65e-4,
+    listed_s=7.56e-9,
+    moved_s=2.28e-8,
+    row_s=1.75e-8,
+    serial=0.0722,
     planner_threads=6,
     name="measured on 2 shared cores of an AMD EPYC",
 )
 """By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
-kernel's launch takes beside a GPU; `serial`, which `cli.plan_run.time_planner` found to be 0.077 to
-0.080 at 16,384 samples once another thread read ahead; movement's, fitted to the same threads
-again once the planner put indices where the device takes them from (and 2.7e-9 of `listed_s` for
-chunks and their packing, measured on cores about 1.6 times slower); and `planner_threads`, of which
-`trainer.planner_threads=auto` takes the rank's share of the cores, 14 in a DGX H100. A planner's
-wait for those of other ranks is in none.
+kernel's launch takes beside a GPU, and `planner_threads`, of which `trainer.planner_threads=auto`
+takes the rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is
+in none.
 """
 
 
