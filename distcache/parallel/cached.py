@@ -122,6 +122,7 @@ class CachedParallel(Parallel):
         self._records = _GRAPHS * (settings.cuda_graph and self.streams.ordered)
         """How many graphs may yet be made, each of steps of a shape that the one before is not
         for."""
+        self._pooled_width = sum(group.dim * len(group.features) for group in self.groups)
         self._shape: Hashable = None
         """Of the last step; None before the first."""
         self.applied = 0
@@ -225,19 +226,18 @@ class CachedParallel(Parallel):
         if self._buffers:
             buffers = (module._buffers.get(name) for module, name in self._buffers)
             outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
-        graph, shape = self._graph, shape_of(flight)
-        graph = None if graph is None or graph.shape != shape else graph
-        room = None if graph is None else graph.pooled
-        pooled = self.tables.pooled(flight, [leaf.requires_grad_() for leaf in leaves], out=room)
-        if graph is not None:
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        graph, shape, size = self._graph, shape_of(flight), flight.batch.global_size
+        if graph is not None and graph.shape == shape:
+            pooled = self.tables.pooled(flight, leaves, out=graph.pooled)
             outcome.loss, gradient = graph(flight)
-        else:
-            size = flight.batch.global_size
-            outcome.loss, gradient = self._dense_pass(flight.dense, pooled, flight.labels, size)
-        if gradient is not None:
-            pooled.backward(gradient)
-        if self._records and graph is None and self._shape in (None, shape) and len(pooled):
-            self._record(flight, pooled.detach())
+            if gradient is not None:
+                pooled.backward(gradient)
+        else:  # nothing here holds the bags, whose memory backward can have
+            dense, labels, pooled = flight.dense, flight.labels, self.tables.pooled
+            outcome.loss, _ = self._dense_pass(dense, pooled(flight, leaves), labels, size)
+            if self._records and self._shape in (None, shape) and len(flight.dense):
+                self._record(flight)
         self._shape = shape
 
     def _dense_pass(
@@ -245,18 +245,18 @@ class CachedParallel(Parallel):
     ) -> tuple[Tensor, Tensor | None]:
         """See `DensePass`; the dense part's own gradients lie in `self.dense.flat` then."""
         self.dense.zero()
-        of_lookup = pooled.requires_grad
-        pooled = pooled if of_lookup else pooled.detach().requires_grad_()
-        logits = predict(self.model, dense, pooled, self.settings.amp)
+        own = None if pooled.requires_grad else pooled.detach().requires_grad_()
+        logits = predict(self.model, dense, pooled if own is None else own, self.settings.amp)
+        del pooled
         labels = labels.to(logits.dtype)
         total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         loss = total / samples
         loss.backward()
         with torch.no_grad():
             self.dense.gather()
-        return loss.detach(), None if of_lookup else pooled.grad
+        return loss.detach(), None if own is None else own.grad
 
-    def _record(self, flight: Flight, pooled: Tensor) -> None:
+    def _record(self, flight: Flight) -> None:
         """Record the dense part for the steps to come, of this one's shape, which waits for the
         device: it is the first step, beside which nothing moves that other ranks could wait for, or
         the second of a shape.
@@ -266,7 +266,7 @@ class CachedParallel(Parallel):
         self._records, self._graph = self._records - 1, None
         buffers, way_out = list(self.model.buffers()), "set trainer.cuda_graph=false"
         try:
-            self._graph = DenseGraph(self._dense_pass, flight, pooled)
+            self._graph = DenseGraph(self._dense_pass, flight, self._pooled_width)
         except Exception as error:  # that of the end has the first for its context
             raise ConfigError(
                 f"the dense part cannot be recorded as a CUDA graph: {error.__context__ or error}; "

@@ -30,13 +30,15 @@ class DenseGraph:
     did once.
     """
 
-    def __init__(self, run: DensePass, flight: Flight, pooled: Tensor) -> None:
-        """Record `run`, which has run once, for steps like this and bags like its `pooled`. Raises
-        what it raises, and RuntimeError where it does what no graph holds, as waiting for the
-        device."""
+    def __init__(self, run: DensePass, flight: Flight, width: int) -> None:
+        """Record `run`, which has run once, for steps like this one, of so many columns of bags.
+
+        Raises what it raises, and RuntimeError where it does what no graph holds, such as waiting
+        for the device.
+        """
         self.shape = shape_of(flight)
-        given = flight.dense, pooled, flight.labels
-        self._dense, self.pooled, self._labels = (torch.empty_like(own) for own in given)
+        self._dense, self._labels = map(torch.empty_like, (flight.dense, flight.labels))
+        self.pooled = flight.dense.new_empty(len(flight.dense), width)
         self._graph = torch.cuda.CUDAGraph()
         # Movement, a thread of its own, may allocate meanwhile, and wait for events.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):

@@ -4,6 +4,7 @@ bfloat16 rounds its products and nothing else; TF32 on request.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,30 @@ def test_buffers_are_those_before_a_loss_that_is_not_finite(world, delay: int) -
         found.append(buffers(model))
         mode.close()
     assert found[0] == found[1] and found[0]["norm.num_batches_tracked"] == 3
+
+
+class Watched(nn.Module):
+    """Needs no bags in its backward, which notes whether somebody holds them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.held = nn.Parameter(torch.ones(())), list[bool]()
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        means, bags = pooled.mean(dim=1), weakref.ref(pooled)
+        means.register_hook(lambda _: self.held.append(bags() is not None))
+        return self.scale * means
+
+
+def test_backward_may_have_the_memory_of_bags(world) -> None:
+    """Else large batches touch as much memory anew in each step."""
+    model, parts = Watched(), (TABLES, RUN.features)
+    settings = CachedSettings("data", (40,), 1, 1)
+    mode = CachedParallel(world, *parts, model, RUN.optimizer, settings)
+    for step in mode.stream(RUN.batch(at) for at in range(3)):
+        mode.train_step(step)
+    mode.close()
+    assert model.held == [False] * 3
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcn_v2"])
