@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -69,6 +70,10 @@ def refused(rank: int, what: str) -> str:
         torch.cuda.synchronize()
     except RuntimeError as error:
         return str(error)
+    finally:  # the other rank hears of what differs as long as this one's connections are there
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{what} {rank}", "")
+        store.wait([f"{what} {one}" for one in range(2)], timedelta(seconds=30))
     return ""
 
 
@@ -80,7 +85,7 @@ def test_collectives_are_in_stream_order_and_ranks_in_one_order(guard: Path) -> 
     assert first[1:] == [[3, 3], [0, 10], [3, 3], [4, 4], [3, 3]]
     assert second[1:] == [[3, 3], [1, 2, 11, 12], [3, 3], [4, 4], [3, 3]]
     for what, by_rank in zip(differ, errors, strict=True):
-        assert all("issue in different orders: [['" in error for error in by_rank), what
+        assert all("issue in different orders: [['" in error for error in by_rank), (what, by_rank)
 
 
 def with_ddp(rank: int, settings: dict[str, Any]) -> str:
