@@ -215,14 +215,16 @@ def _go_on() -> None:
         time.sleep(PACE_S)
         for one in list(Communicator.all_of_them):
             with DEVICE.lock:
+                if one not in Communicator.all_of_them:  # of a job that has ended meanwhile
+                    continue
                 try:
                     while one.asking and DEVICE.failure is None and one.asking[0].agreed():
                         one.asking.popleft()
                 except RuntimeError as error:
                     DEVICE.failure = error
-            place, one.seen = one.seen, one.stream.queued
-            if one.stream.done < place and DEVICE.failure is None:
-                DEVICE.reach(one.stream, place)
+                place, one.seen = one.seen, one.stream.queued
+                if one.stream.done < place and DEVICE.failure is None:
+                    DEVICE.reach(one.stream, place)
 
 
 _THREAD = threading.Thread(target=_go_on, name="device", daemon=True)
@@ -245,5 +247,6 @@ def nccl() -> Iterator[None]:
         patch.object(torch.cuda, "device_count", lambda: _Many(8)),
     ):
         yield
-    Communicator.all_of_them.clear()
+    with DEVICE.lock:
+        Communicator.all_of_them.clear()
     ISSUED.clear()
