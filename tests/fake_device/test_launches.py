@@ -15,6 +15,7 @@ from torch import nn
 
 from distcache.comm.world import close_world, open_world
 from distcache.cost.predict import (
+    DENSE_LAUNCHES,
     GROUP_LAUNCHES,
     GROUP_MOVES,
     INDEX_BYTES,
@@ -43,11 +44,12 @@ MORE = (table("c", 3000, dim=4),)
 
 def counts(call: dict[str, Any]) -> tuple[float, float]:
     """Launches of training's thread and autograd's, and launches and copies of movement, mean of
-    the steps that are not timed. `groups`: of tables; `dlrm`: whether that is the model."""
+    the steps that are not timed. `groups`: of tables; `dlrm`: whether that is the model; `graph`:
+    whether its dense part is replayed."""
     case = ONE if call["dlrm"] else Scenario(ONE.tables, steps=STEPS, bag=1)
     case = replace(case, tables=case.tables + MORE * (call["groups"] - 1))
     world, found = open_world("cuda", "gloo", 60), [Counter[str](), Counter[str]()]
-    settings = CachedSettings("data", (180,) * call["groups"], 2, 1, cuda_graph=True)
+    settings = CachedSettings("data", (180,) * call["groups"], 2, 1, cuda_graph=call["graph"])
     mode = make_mode(world, case, settings)
     for step in mode.stream(case.batch(s) for s in range(STEPS)):
         before = Counter(DEVICE.counts)
@@ -64,9 +66,11 @@ def counts(call: dict[str, Any]) -> tuple[float, float]:
 
 
 def test_launches_are_those_that_are_counted(guard: Path) -> None:
-    calls = [{"dlrm": True, "groups": 1}, *({"dlrm": False, "groups": n} for n in (1, 2))]
-    (dlrm,), (one,), (two,) = run(guard, counts, calls)
+    shapes = [(True, 1, True), (True, 1, False), (False, 1, True), (False, 2, True)]
+    calls = [dict(zip(("dlrm", "groups", "graph"), of, strict=True)) for of in shapes]
+    (dlrm,), (launched,), (one,), (two,) = run(guard, counts, calls)
     assert dlrm[0] == pytest.approx(LAUNCHES + GROUP_LAUNCHES, abs=3)
+    assert launched[0] == pytest.approx(DENSE_LAUNCHES + LAUNCHES + GROUP_LAUNCHES, abs=3)
     assert dlrm[1] == pytest.approx(MOVES + GROUP_MOVES, rel=0.25)
     assert two[0] - one[0] == pytest.approx(GROUP_LAUNCHES, abs=3)
     assert two[1] - one[1] == pytest.approx(GROUP_MOVES, abs=3)
