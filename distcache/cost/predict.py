@@ -168,8 +168,8 @@ dense part's graph as one. Adagrad and Adam have up to four more."""
 
 DENSE_LAUNCHES, FUSED_LAUNCHES = 52, 15
 """Of mode `hybrid`: what the dense part, launched one by one, takes more than its graph, counted
-there too; and in place of a group's, as lookup and update are one, with the sorts of their backward:
-an estimate."""
+there too; and in place of a group's, as lookup and update are one, with the sorts of their
+backward: an estimate."""
 
 INDEX_BYTES = (8, 8, 4, 8)
 """Of index tensors that movement sends: for an id (its row's place, its place in the order of

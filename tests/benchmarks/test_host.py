@@ -78,11 +78,11 @@ def test_torch_kernels_and_model_are_not_a_threads_own_work(monkeypatch):
     calls = against_rank.Calls()
     package = Path(against_rank.distcache.__file__).parent
 
-    def frame(file: object) -> object:
-        """One of a function in that file."""
+    def frame(file: object, name: str = "own") -> object:
+        """One of a function of that name in that file."""
         names = {"sys": sys}
-        exec(compile("def own():\n    return sys._getframe()", str(file), "exec"), names)
-        return names["own"]()
+        exec(compile(f"def {name}():\n    return sys._getframe()", str(file), "exec"), names)
+        return names[name]()
 
     def during(call: object, kind: str, seconds: float, inner: tuple = ()) -> None:
         given = (call, "call", None) if kind == "call" else (frame("x.py"), "c_call", call)
@@ -94,6 +94,7 @@ def test_torch_kernels_and_model_are_not_a_threads_own_work(monkeypatch):
 
     planner, ops = frame(package / "planner/home.py"), frame(package / "ops/reference.py")
     model, stdlib = frame(against_rank.__file__), frame(os.__file__)
+    replayed = frame(package / "parallel/cached.py", against_rank.REPLAYED)
     of_torch, of_tensor = torch.add, torch.zeros(1).add_
     nested = (planner, "call", 1.0)  # as a backward of the package's, which torch calls
     inner = (
@@ -101,6 +102,7 @@ def test_torch_kernels_and_model_are_not_a_threads_own_work(monkeypatch):
         (of_torch, "c_call", 20.0, (nested,)),
         (of_tensor, "c_call", 40.0),
         (model, "call", 80.0, ((stdlib, "call", 80.0),)),
+        (replayed, "call", 160.0, ((planner, "call", 160.0),)),
         (stdlib, "call", 2.0),
         (np.copyto, "c_call", 4.0),
         (of_torch, "c_call", 0.0),  # what is its own is counted where it ends
