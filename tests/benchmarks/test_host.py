@@ -16,6 +16,7 @@ from launching import CHECKOUT
 from benchmarks import against_rank, host
 from distcache.cost.cluster import HOST
 from distcache.cost.predict import BINDS
+from distcache.parallel.cached import CachedParallel
 
 SMALL = ["size=small", "batch=64", "ratio=0.1", "steps=2", "repetitions=2", "warmup=12"]
 
@@ -94,6 +95,7 @@ def test_torch_kernels_and_model_are_not_a_threads_own_work(monkeypatch):
 
     planner, ops = frame(package / "planner/home.py"), frame(package / "ops/reference.py")
     model, stdlib = frame(against_rank.__file__), frame(os.__file__)
+    assert callable(getattr(CachedParallel, against_rank.REPLAYED))
     replayed = frame(package / "parallel/cached.py", against_rank.REPLAYED)
     of_torch, of_tensor = torch.add, torch.zeros(1).add_
     nested = (planner, "call", 1.0)  # as a backward of the package's, which torch calls
