@@ -257,8 +257,8 @@ class TrainerConfig:
     """CUDA: let float32 products of the dense part be taken in TF32 (10 bits of mantissa)."""
     cuda_graph: str = choice("auto", "true", "false")
     """CUDA: replay the dense part's forward and backward from a graph, which takes one launch, in
-    steps of the shape that was recorded; `true`, `false`, or `auto`: the models of `model.name`, not
-    one of your own, which may do in Python what a graph leaves out. All modes but `hybrid`."""
+    steps of the shape that was recorded; `true`, `false`, or `auto`: the models of `model.name`,
+    not one of your own, which may do in Python what a graph leaves out. All modes but `hybrid`."""
     eval_every: int | None = least(1, None)
     """Training steps between evaluations; null: only at the end."""
     eval_steps: int = least(0, 0)
