@@ -164,7 +164,7 @@ class OwnRun(Run):
             raise
         self.train.close()
         stopped = loop.stop.agreed(self.world) is not None
-        if not (loop.state.step or loop.bad or stopped or loop.schedule.nothing_to_train):
+        if not (loop.done or loop.bad or stopped or loop.schedule.nothing_to_train):
             self._refuse_empty()
         late = loop.evaluation is None and loop.bad is None and self.eval_count > 0
         if late and not stopped:

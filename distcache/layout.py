@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from distcache.compiled import compiled, i8, in8, out8, types
 from distcache.errors import ConfigError
 
 HALVES = (torch.float16, torch.bfloat16)
 """Dtypes of 2 bytes: rows are stored and moved in them, not updated."""
 
 _GOLDEN, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_HALF, _LAST = np.uint64(32), np.uint64(33)
 
 
 def stored_dtype(data_type: Any) -> torch.dtype | None:
@@ -91,12 +94,22 @@ def mix(block: np.ndarray) -> np.ndarray:
     (ids of stride 903 all had one home of four).
     """
     found = block.astype(np.uint64)
-    found ^= found >> np.uint64(32)
+    found ^= found >> _HALF
     found *= _GOLDEN
-    found ^= found >> np.uint64(32)
+    found ^= found >> _HALF
     found *= _SECOND
-    found >>= np.uint64(33)
+    found >>= _LAST
     return found.view(np.int64)
+
+
+@compiled(types.void(i8, i8, in8, out8))
+def rows_at(home: int, world: int, local: np.ndarray, rows: np.ndarray) -> None:
+    """See `RowLayout.row`; both int64 `[m]`."""
+    for i in range(len(local)):
+        key = np.uint64(local[i])
+        key = (key ^ (key >> _HALF)) * _GOLDEN
+        key = (key ^ (key >> _HALF)) * _SECOND
+        rows[i] = local[i] * world + (home - np.int64(key >> _LAST)) % world
 
 
 class RowLayout:
@@ -141,7 +154,9 @@ class RowLayout:
         """
         if self.world_size == 1:
             return local
-        return local * self.world_size + (home - mix(local)) % self.world_size
+        rows = np.empty(len(local), np.int64)
+        rows_at(home, self.world_size, np.ascontiguousarray(local, dtype=np.int64), rows)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,7 @@ class RowKind:
         """Of weights and of state."""
         return self.stored, self.dtype
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a row and its state."""
         return self.bytes_of(1, 1)

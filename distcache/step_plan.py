@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class ShardPlan(RegionPlan):
         return [self.late] if self.early is None else [self.early, self.late]
 
     def mapped(self, change: Change) -> ShardPlan:
-        """See `StepPlan.mapped`."""
+        """See `Indices.mapped`."""
         return replace(
             self,
             slots=change(self.slots),
@@ -222,6 +223,22 @@ def _wrongly_passed(transfer: Transfer) -> bool:
     )
 
 
+class Indices(NamedTuple):
+    """Index tensors of a plan, see there: on the CPU, or on the device."""
+
+    slots: Tensor
+    fetch_slots: Tensor
+    touched_rows: Tensor | None
+    source_rows: Tensor | None
+    shard: ShardPlan | None
+
+    def mapped(self, change: Change) -> Indices:
+        """The same with every tensor changed."""
+        *own, shard = self
+        there = [None if tensor is None else change(tensor) for tensor in own]
+        return Indices(*there, shard and shard.mapped(change))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan(RegionPlan):
     """One rank's plan of one step for one group of tables, and of its replicated rows.
@@ -293,19 +310,13 @@ class StepPlan(RegionPlan):
         start = sum(self.home_counts[:home])
         return slice(start, start + self.home_counts[home])
 
-    def mapped(self, change: Change) -> StepPlan:
-        """The same with those tensors changed that movement and collectives read on the device."""
-        touched, sources = self.touched, self.source_rows
-        if len(self.home_counts) > 1:  # a rank alone sends no gradients
-            touched, sources = change(touched), change(sources)
-        return replace(
-            self,
-            slots=change(self.slots),
-            fetch_slots=change(self.fetch_slots),
-            touched=touched,
-            source_rows=sources,
-            shard=self.shard and self.shard.mapped(change),
-        )
+    @property
+    def indices(self) -> Indices:
+        """What movement and collectives read of it, on the device too."""
+        if len(self.home_counts) == 1:  # a rank alone sends no gradients
+            return Indices(self.slots, self.fetch_slots, None, None, self.shard)
+        slots, touched = (self.slots, self.fetch_slots), self.touched_rows
+        return Indices(*slots, touched, self.source_rows, self.shard)
 
 
 def check_plan(plan: StepPlan) -> None:

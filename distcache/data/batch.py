@@ -9,16 +9,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distcache.compiled import compiled, in4, in8, types
 from distcache.data.samplers import BatchSpans, SampleOrdering, SampleSpan, Subset
 from distcache.errors import DataError
 from distcache.layout import TableSpec
+
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+@compiled(types.boolean(in4), types.boolean(in8))
+def counts_up(values: np.ndarray) -> bool:
+    """Whether they are 0, 1, 2 and so on."""
+    wrong = 0
+    for i in range(len(values)):
+        wrong |= values[i] ^ i  # without a way out, so that it takes several at once
+    return wrong == 0
+
+
+@lru_cache(maxsize=8)
+def one_each(count: int) -> Tensor:
+    """0, 1, ... `count`, int64: the offsets of so many bags of one id each.
+
+    All batches of that shape may have these, to which nobody writes: then nobody looks at them.
+    """
+    return torch.from_numpy(np.arange(count + 1))
+
+
+def is_one_each(offsets: Tensor, ids: int, look: bool = True) -> bool:
+    """Whether these are the offsets of bags of one each of so many ids; `look`: also where they are
+    not `one_each`, but equal."""
+    if offsets.dtype not in _ID_DTYPES or offsets.shape != (ids + 1,):
+        return False
+    if offsets is one_each(ids):
+        return True
+    return look and counts_up(np.ascontiguousarray(offsets.numpy()))
 
 
 @dataclass(frozen=True)
@@ -40,6 +71,8 @@ class JaggedIds:
         cls, features: tuple[str, ...], values: Tensor, lengths: Tensor, weights: Tensor | None
     ) -> JaggedIds:
         """By how many ids each bag has, `lengths` int64 `[F * b]`, in place of `offsets`."""
+        if len(values) == len(lengths) and (lengths.numpy() == 1).all():
+            return cls(features, values, one_each(len(values)), weights)
         offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
         return cls(features, values, offsets, weights)
 
@@ -270,9 +303,6 @@ class SlicedSource(ABC):
         return None
 
 
-_ID_DTYPES = (torch.int64, torch.int32)
-
-
 def check_ids(
     ids: JaggedIds,
     table_rows: Sequence[int],
@@ -341,8 +371,8 @@ def _checked_offsets(ids: JaggedIds) -> np.ndarray:
             f"offsets go from {offsets[0]} to {offsets[-1]}; they must go from 0 to the number of "
             f"ids, {len(ids.values)}"
         )
-    falling = offsets[1:] < offsets[:-1]
-    if falling.any():
+    known = is_one_each(ids.offsets, len(ids.values), look=False)
+    if not known and (falling := offsets[1:] < offsets[:-1]).any():
         falls = np.flatnonzero(falling)
         feature, sample = divmod(int(falls[0]), ids.batch_size)
         raise DataError(
@@ -387,7 +417,7 @@ class BatchCheck:
             if batch.global_size == UNKNOWN:  # where the slice lies is not known either
                 text = text.replace("of the global batch", "of this rank's slice")
             raise DataError(f"{batch.kind} batch {batch.index}: {text}") from error
-        return replace(batch, ids=ids)
+        return batch if ids is batch.ids else replace(batch, ids=ids)
 
 
 class Prefetch(AbstractContextManager["Prefetch"]):

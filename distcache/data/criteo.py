@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcache.data.batch import JaggedIds, SlicedSource
+from distcache.data.batch import JaggedIds, SlicedSource, one_each
 from distcache.data.criteo_folder import IDS, INTEGERS, Manifest, bags, open_array, read_manifest
 from distcache.data.files import BadLines, InputFile, MappedRows, digest_of, find_files, read_text
 from distcache.data.samplers import BlockOrder, SampleOrder, Subset, key_of
@@ -111,7 +111,7 @@ class CriteoBatches(SlicedSource):
         columns = self.values("ids", samples).T.astype(np.int64, order="C")
         if self._bag_sizes is None:
             values = torch.from_numpy(columns.ravel())
-            return JaggedIds(self.features, values, torch.arange(len(values) + 1))
+            return JaggedIds(self.features, values, one_each(len(values)))
         tables = zip(columns, self.table_rows, self._bag_sizes, strict=True)
         parts = [bags(c, t, rows, size).ravel() for t, (c, rows, size) in enumerate(tables)]
         lengths = torch.tensor(list(self._bag_sizes)).repeat_interleave(len(samples))

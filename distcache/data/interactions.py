@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource
+from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, one_each
 from distcache.data.files import (
     BadLines,
     InputFile,
@@ -300,7 +300,7 @@ class InteractionsSource(SlicedSource):
         negative = np.flatnonzero(place)
         items[negative] = self._negatives(users[negative], samples[negative], epoch)
         values = torch.from_numpy(np.concatenate((users, items)))
-        return JaggedIds(FEATURES, values, torch.arange(len(values) + 1)), place == 0
+        return JaggedIds(FEATURES, values, one_each(len(values))), place == 0
 
     def _negatives(self, users: np.ndarray, samples: np.ndarray, epoch: int | None) -> np.ndarray:
         """An item int64 that it has not for each user; `samples`: numbers of the samples in the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from distcache.data.batch import UNKNOWN, Batch, JaggedIds
+from distcache.data.batch import UNKNOWN, Batch, JaggedIds, is_one_each, one_each
 from distcache.errors import ConfigError, DataError
 
 
@@ -394,7 +394,9 @@ def as_batch(
             "of its labels are not in [0, 1]: give 0 or 1, or a probability"
         )
     weights = None if ids.weights is None else ids.weights.clone()
-    ids = JaggedIds(ids.features, ids.values.clone(), ids.offsets.clone(), weights)
+    count, offsets = ids.values.numel(), ids.offsets
+    offsets = one_each(count) if is_one_each(offsets, count) else offsets.clone()
+    ids = JaggedIds(ids.features, ids.values.clone(), offsets, weights)
     return Batch(dense.clone(), ids, labels.clone(), UNKNOWN, index, epoch, 0, kind)
 
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import product
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -296,30 +296,34 @@ class PlanExchange:
             for reply, of_rank in zip(replies, masks, strict=True)
         ]
 
-    def _lengths(self, told: Told, deciding: Part | None) -> np.ndarray:
-        """Of the pieces that come from each rank: its rows, and its home's decisions; `[W, n]`."""
-        rows = [counts.sum(1) for counts in told.counts]
+    def _lengths(self, told: Told, deciding: Part | None) -> list[list[int]]:
+        """Of the pieces that come from each rank: its rows, and its home's decisions; `[W][n]`."""
+        named = [counts.sum(1).tolist() for counts in told.counts]
+        lengths = [[of_group[rank] for of_group in named] for rank in range(self._size)]
         if deciding is None:
-            return np.stack(rows, axis=1)
-        asked = _asked(deciding)
-        lengths = np.stack([told.rows, told.fetched, asked.T], axis=2)
-        if self._sharded:
-            lengths[:, list(self._sharded), :2] = 0
-        if self.routes is not None:
-            for group, home in product(self._sharded, range(self._size)):
-                lengths[home, group, 2] += self.routes.numbers(home, asked[group, home])
-        return np.column_stack([*rows, lengths.reshape(self._size, -1)])
+            return lengths
+        rows, fetched, asked = told.rows.tolist(), told.fetched.tolist(), _asked(deciding)
+        for home, own in enumerate(lengths):
+            for group in range(self._groups):
+                count, there = asked[group][home], (rows[home][group], fetched[home][group])
+                if group in self._sharded:
+                    there = 0, 0
+                    count += 0 if self.routes is None else self.routes.numbers(home, count)
+                own += (*there, count)
+        return lengths
 
-    def _all_to_all(self, outgoing: Pieces, lengths: np.ndarray, what: str) -> Pieces:
-        """Send each rank its parts (int32); from each the pieces of such lengths, `[W, n]`."""
+    def _all_to_all(self, outgoing: Pieces, lengths: list[list[int]], what: str) -> Pieces:
+        """Send each rank its parts (int32); from each the pieces of such lengths, `[W][n]`."""
         flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
-        sends = [sum([len(part) for part in parts]) for parts in outgoing]
-        receives = lengths.sum(1).tolist()
-        sent = torch.from_numpy(flat)
-        received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)()
-        pieces = np.split(received.numpy(), np.cumsum(lengths.reshape(-1))[:-1])
-        width = lengths.shape[1]
-        return [pieces[at : at + width] for at in range(0, len(pieces), width)]
+        sends = [sum(map(len, parts)) for parts in outgoing]
+        receives, sent = list(map(sum, lengths)), torch.from_numpy(flat)
+        received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)().numpy()
+        pieces, start = list[list[np.ndarray]](), 0
+        for of_rank in lengths:
+            ends = list(accumulate(of_rank, initial=start))
+            pieces.append([received[first:last] for first, last in pairwise(ends)])
+            start = ends[-1]
+        return pieces
 
     def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
         """What all homes decided, from the `pieces` of each; mixed into the digest of them all."""
@@ -327,7 +331,7 @@ class PlanExchange:
         for group, homes in enumerate(told.parts):
             homes += [HomePart(*of_home[3 * group : 3 * group + 3]) for of_home in pieces]
         if self.routes is not None:
-            for of_group, homes in zip(_asked(deciding).tolist(), told.parts, strict=True):
+            for of_group, homes in zip(_asked(deciding), told.parts, strict=True):
                 for home, (count, part) in enumerate(zip(of_group, homes, strict=True)):
                     if len(part.reply) > count:
                         masks = unpack(part.reply[count:], count, self.routes.mates)
@@ -338,9 +342,9 @@ class PlanExchange:
         told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
 
 
-def _asked(part: Part) -> np.ndarray:
-    """How many rows this rank asked for, by group and home, `[G, W]`."""
-    return np.stack([asks.counts.sum(1) for asks in part.flight.asked])
+def _asked(part: Part) -> list[list[int]]:
+    """How many rows this rank asked for, by group and home, `[G][W]`."""
+    return [asks.counts.sum(1).tolist() for asks in part.flight.asked]
 
 
 def _step(asking: Part | None, deciding: Part | None) -> str:

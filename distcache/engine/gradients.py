@@ -30,7 +30,6 @@ from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
 from distcache.ops.long_segments import SegmentChunks
 from distcache.ops.reference import by_sample
-from distcache.planner.request_loops import counts_up
 from distcache.step_plan import Change, StepPlan
 from distcache.streams import COMMUNICATION, Mark, Streams
 
@@ -83,9 +82,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else all_to_device([tensor], device)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DeviceBags:
-    """The index tensors of lookups in one group's leaf: of one (micro-)batch.
+    """The index tensors of lookups in one group's leaf: of one (micro-)batch. Made on the CPU, for
+    what `change` brings to the device.
 
     Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
     of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
@@ -112,7 +112,7 @@ class DeviceBags:
     def of(
         cls, bags: GroupBags, plan: StepPlan, device: torch.device, counts: Sequence[int] = ()
     ) -> DeviceBags:
-        """Those of `plan`, on the CPU, for lookups on `device`: to be `mapped`, then `arranged`."""
+        """Those of `plan`, on the CPU, for lookups on `device`; `arrange` them there."""
         count, single = bags.offsets.shape[0] - 1, bags.single
         shape = samples, features = (count // max(bags.features, 1), bags.features)
         offsets, scale = bags.offsets, bags.scale
@@ -122,7 +122,8 @@ class DeviceBags:
             scale = None if scale is None else by_sample(scale, samples, features)
         else:
             offsets = _ends_of_one(count)
-        every = len(plan.touched) == plan.leaf_rows and counts_up(plan.touched.numpy())
+        # Of several ranks, rows are in the order in which each asks its homes for them.
+        every = len(plan.home_counts) == 1 and len(plan.touched) == plan.leaf_rows
         return cls(
             shape=shape,
             single=single,
@@ -139,24 +140,24 @@ class DeviceBags:
             chunks=ops.chunks_for(plan.segments, device),
         )
 
-    def mapped(self, change: Change) -> DeviceBags:
-        """The same with every tensor changed."""
-        own = vars(self).items()
-        changed = {name: change(value) for name, value in own if isinstance(value, Tensor)}
+    def change(self, change: Change) -> None:
+        """Let every tensor be another."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, change(value))
         if self.chunks is not None:
-            changed["chunks"] = replace(self.chunks, table=change(self.chunks.table))
-        return replace(self, **changed)
+            self.chunks = replace(self.chunks, table=change(self.chunks.table))
 
     @property
     def common(self) -> list[Tensor]:
         """Tensors that all batches of this shape have."""
         return [self.offsets, self.bag_of] if self.single else []
 
-    def arranged(self) -> DeviceBags:
-        """The same with `positions`, which a plan has feature by feature, as they are read."""
-        if not self.single:
-            return self
-        return replace(self, positions=by_sample(self.positions, *self.shape))
+    def arrange(self) -> None:
+        """Bring `positions`, which a plan has feature by feature, in the order in which they are
+        read."""
+        if self.single:
+            self.positions = by_sample(self.positions, *self.shape)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -358,7 +359,9 @@ def start_reduce_rows(
     library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
     `touched_rows` and `source_rows` on the device.
     """
-    if native or link.world.size == 1:
+    if link.world.size == 1:
+        return lambda: gradient
+    if native:
         wait = link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
 
         def finish() -> Tensor:
@@ -554,6 +557,8 @@ class DenseGradients:
         link = self._link
         if link is None:
             raise RuntimeError("sum() joins the ranks first")
+        if link.world.size == 1:
+            return lambda: None
         waits = [link.start_all_reduce(chunk, DENSE, "dense gradients") for chunk in self._chunks]
 
         def finish() -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from distcache.cache import StateSlots
 from distcache.comm.world import World
-from distcache.data.batch import JaggedIds
+from distcache.data.batch import JaggedIds, is_one_each, one_each
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
-from distcache.planner.request_loops import counts_up, find_pieces
+from distcache.planner.request_loops import find_pieces
 from distcache.planner.shard import HotRows
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
@@ -89,9 +89,7 @@ class GroupBags:
     @cached_property
     def single(self) -> bool:
         """Whether every bag has one id, without a weight."""
-        if self.weights is not None or len(self.ids) != self.offsets.shape[0] - 1:
-            return False
-        return counts_up(self.offsets.numpy())
+        return self.weights is None and is_one_each(self.offsets, len(self.ids))
 
     @cached_property
     def bag_of(self) -> np.ndarray:
@@ -175,10 +173,13 @@ def _select(ids: JaggedIds, features: tuple[int, ...]) -> tuple[Tensor, Tensor, 
     batch = ids.batch_size
     starts = ids.offsets[::batch] if batch else ids.offsets[:1].repeat(len(ids.features) + 1)
     spans = [slice(int(starts[f]), int(starts[f + 1])) for f in features]
+    values, weights = _joined(ids.values, spans), _joined(ids.weights, spans)
+    if is_one_each(ids.offsets, len(ids.values), look=False):
+        return one_each(len(values)), values, weights
     lengths = ids.offsets.diff().view(len(ids.features), batch)[list(features)].reshape(-1)
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    return offsets, _joined(ids.values, spans), _joined(ids.weights, spans)
+    return offsets, values, weights
 
 
 def _joined(values: Tensor | None, spans: list[slice]) -> Tensor | None:

@@ -30,7 +30,7 @@ from distcache.engine.step import (
 from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops import put, update_rows
 from distcache.optim import RowUpdate
-from distcache.step_plan import StepPlan, Transfer
+from distcache.step_plan import Indices, StepPlan, Transfer
 from distcache.store.old_rows import OldRows, mark_new
 from distcache.store.rows import DirectRows, Gathered, Rows, RowStore, nothing
 from distcache.streams import COPY_IN, Mark, Streams
@@ -187,9 +187,9 @@ class GroupRows:
         counts.host_to_device_bytes += rows.shape[0] * self.row_bytes
         return self._access.gather(rows)
 
-    def fill(self, plan: StepPlan, where: StepPlan, gathered: Gathered | None, link: Link) -> None:
+    def fill(self, plan: StepPlan, where: Indices, gathered: Gathered | None, link: Link) -> None:
         """Put the fetched rows into their slots, the replicated ones, shared over `link`, on all
-        ranks; `where`: the plan on the device."""
+        ranks; `where`: the plan's indices on the device."""
         if gathered is None:
             return
         own, (weight, state) = plan.fetch_rows.shape[0], gathered.read()
@@ -254,16 +254,16 @@ class GroupRows:
     def apply(
         self,
         plan: StepPlan,
-        where: StepPlan,
+        where: Indices,
         sums: Sequence[Tensor | None],
         choice: RowChoice,
         enabled: Tensor | None,
     ) -> None:
         """Update the step's rows and state in place with their summed gradients.
 
-        `where`: the plan on the device; `sums`: of the replicated rows, `[U, D]`, or, where homes
-        keep the state, of this home's `[U_h, D]`, and of its sharded rows, `[H, D]`; None: left as
-        they are. `enabled`: as in `ops.update_rows`.
+        `where`: the plan's indices on the device; `sums`: of the replicated rows, `[U, D]`, or,
+        where homes keep the state, of this home's `[U_h, D]`, and of its sharded rows, `[H, D]`;
+        None: left as they are. `enabled`: as in `ops.update_rows`.
         """
         cache, (replicated, own) = self.cache, sums
         if replicated is not None:
@@ -515,31 +515,31 @@ class Mover:
             lookups_of(bags, plan, sizes, self._pooled, device)
             for bags, plan in zip(flight.bags, flight.plans, strict=True)
         ]
-        flight.where = flight.plans
+        flight.where = [plan.indices for plan in flight.plans]
         flight.dense, flight.labels = (of.to(self._dtype) for of in (batch.dense, batch.labels))
+        bags = list(chain(*by_group))
         if device.type == "cuda":
-            by_group = self._sent_there(flight, by_group)
-        by_group = [[of.arranged() for of in of_group] for of_group in by_group]
+            self._send_there(flight, bags, device)
+        for of in bags:
+            of.arrange()
         flight.lookups = [list(of_part) for of_part in zip(*by_group, strict=True)]
         if device.type == "cuda":  # what is new there, and what other steps read too
-            flight.made += [t for part in flight.lookups for bags in part for t in bags.tensors()]
+            flight.made += [tensor for of in bags for tensor in of.tensors()]
 
-    def _sent_there(
-        self, flight: Flight, by_group: list[list[DeviceBags]]
-    ) -> list[list[DeviceBags]]:
-        """`by_group` on the device, and the flight's plans and batch."""
+    def _send_there(self, flight: Flight, bags: Sequence[DeviceBags], device: torch.device) -> None:
+        """Bring the flight's batch, the index tensors of its plans, and `bags` to the device."""
         every: dict[int, Tensor] = {}
 
         def note(tensor: Tensor) -> Tensor:
             return every.setdefault(id(tensor), tensor)
 
-        flight.dense, flight.labels = note(flight.dense), note(flight.labels)
-        bags = list(chain(*by_group))
-        for of in (*flight.plans, *bags):
+        for tensor in (flight.dense, flight.labels, *chain(*[of.tensors() for of in bags])):
+            note(tensor)
+        for of in flight.where:
             of.mapped(note)
         common = {id(tensor): tensor for of in bags for tensor in of.common}
         kept = {key: both[1] for key, both in self._common.items() if key in common}
-        there, device = dict(kept), self._link.world.device
+        there = dict(kept)
         own = {key for key in every if key not in common}
         for plan in flight.plans:
             if id(plan.positions) in own:
@@ -556,9 +556,10 @@ class Mover:
             return there[id(tensor)]
 
         flight.dense, flight.labels = moved(flight.dense), moved(flight.labels)
-        flight.where = [plan.mapped(moved) for plan in flight.plans]
+        flight.where = [of.mapped(moved) for of in flight.where]
         flight.made += [flight.dense, flight.labels]
-        return [[of.mapped(moved) for of in of_group] for of_group in by_group]
+        for of in bags:
+            of.change(moved)
 
 
 def _in_arena(plan: StepPlan, there: Tensor, tensors: Sequence[Tensor]) -> dict[int, Tensor]:

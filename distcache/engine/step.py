@@ -46,7 +46,7 @@ from torch import Tensor
 
 from distcache.data.batch import Batch
 from distcache.planner.rank import Asked, RowRequest
-from distcache.step_plan import StepPlan
+from distcache.step_plan import Indices, StepPlan
 from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class Flight:
     gathered: list[Gathered | None] = field(default_factory=list)
     leaving: list[Callable[[], None]] = field(default_factory=list)
     """What is left to do until the rows that leave are in the store, by group."""
-    where: list[StepPlan] = field(default_factory=list)
-    """The plans with their index tensors on the device (`StepPlan.mapped`)."""
+    where: list[Indices] = field(default_factory=list)
+    """The plans' index tensors on the device."""
     lookups: list[list[DeviceBags]] = field(default_factory=list)
     """The index tensors of the lookups of each micro-batch, by group."""
     dense: Tensor | None = None
@@ -178,7 +178,8 @@ class Flight:
 
     def waited(self, began: float) -> None:
         """Training has stood still for this step since `began`."""
-        self.waits.append(Span(WAIT, TRAINING_LANE, self.step, began, time.perf_counter()))
+        if self.timed:
+            self.waits.append(Span(WAIT, TRAINING_LANE, self.step, began, time.perf_counter()))
 
 
 Shake = Callable[[], object]

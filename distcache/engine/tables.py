@@ -363,10 +363,12 @@ class CachedTables:
             started.append((sums, own))
 
         def finish() -> RowSums:
-            # In program order: the sums of replicated rows go to all before the next exchange.
-            by_region = zip(*started, strict=True)
-            found = [[None if sums is None else sums() for sums in of] for of in by_region]
-            return [list(of) for of in zip(*found, strict=True)]
+            found: RowSums = [[None, None] for _ in started]
+            for region in (0, 1):  # in program order: first the sums of replicated rows go to all
+                for own, of in zip(found, started, strict=True):
+                    if (sums := of[region]) is not None:
+                        own[region] = sums()
+            return found
 
         return finish
 

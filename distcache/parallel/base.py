@@ -46,10 +46,10 @@ class LateResult:
     """A result that is read when someone looks at it: the device may still be at work."""
 
     def __init__(self, read: Callable[[], StepResult]) -> None:
-        self._read = read
+        self.read = read
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._read(), name)
+        return getattr(self.read(), name)
 
 
 class Parallel(ABC):

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +212,12 @@ class CachedParallel(Parallel):
             with tables.stage(APPLY, flight):
                 self._apply(flight)
             tables.return_rows(flight)
-        tables.count(flight)
-        self.statistics.add(flight)
-        self._unread.append(flight)
-        self._read(self.result_delay)
+            tables.count(flight)
+            self.statistics.add(flight)
+            self._unread.append(flight)
+            self._read(self.result_delay)
         if self.result_delay:
-            late: Any = LateResult(lambda: self._result(flight))
+            late: Any = LateResult(partial(self._result, flight))
             return late
         return flight.result.agreement
 
@@ -325,16 +326,17 @@ class CachedParallel(Parallel):
 
     def _result(self, flight: Flight) -> StepResult:
         """What all ranks know of a step; waits for it, and for those before it."""
-        while any(flight is unread for unread in self._unread):
-            self._read(len(self._unread) - 1)
+        with self.tables.whole:
+            while flight.result.agreement is None:
+                self._read(len(self._unread) - 1)
         return flight.result.agreement
 
     def _read(self, keep: int) -> None:
-        """Look at the results of steps, in order, but for the last `keep` of them."""
+        """Look at the results of steps, in order, but for the last `keep` of them; inside
+        `tables.whole`."""
         while len(self._unread) > keep:
             flight = self._unread[0]
-            with self.tables.whole:
-                self._agreed(flight)
+            self._agreed(flight)
             self._unread.popleft()
             record(self.clock, flight, self.streams)
 
@@ -373,7 +375,8 @@ class CachedParallel(Parallel):
         Nobody writes unless all ranks have the same last step: an error, on all ranks, if a step
         failed half-way on one of them. After an error that the stream raised they have.
         """
-        self._read(0)
+        with self.tables.whole:
+            self._read(0)
         self.tables.flush(self.applied)
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
@@ -416,7 +419,8 @@ class CachedParallel(Parallel):
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
-        self._read(0)
+        with self.tables.whole:
+            self._read(0)
         tables, specs = self.tables, self.tables.tables
         dense = held_bytes(self.dense.parameters, self.dense_optimizer)
         values = self.statistics.summary(dense)

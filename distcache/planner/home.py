@@ -161,12 +161,12 @@ class Ingested:
     firsts: np.ndarray
 
     def dense(self, values: np.ndarray) -> np.ndarray:
-        """`values` `[N]`, of which each part has `counts` from `bases` on, without gaps."""
+        """`values` int32 `[N]`, of which each part has `counts` from `bases` on, without gaps."""
         if self.rows == len(values):
             return values
-        bases, counts = self.named.bases, self.named.counts
-        ends = zip(bases.tolist(), (bases + counts).tolist(), strict=True)
-        return np.concatenate([values[slice(*of)] for of in ends])
+        found = np.empty(self.rows, np.int32)
+        loops.join_parts(values, self.named.bases, self.named.counts, found)
+        return found
 
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""

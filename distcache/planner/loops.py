@@ -214,6 +214,16 @@ def local_rows(named: Named, shape: np.ndarray, local: np.ndarray) -> None:
             at += 1
 
 
+@compiled(types.void(in4, in8, in8, out4))
+def join_parts(values: np.ndarray, bases: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+    """Those `values` of which each part has `counts` from `bases` on, without gaps."""
+    place = 0
+    for part in range(len(counts)):
+        for k in range(bases[part], bases[part] + counts[part]):
+            out[place] = values[k]
+            place += 1
+
+
 @compiled(i8(_home, i8, _named, i8, i8))
 def tell_new(home: Home, part: int, named: Named, row: int, previous: int) -> int:
     """Where the policy looks ahead, tell a row of the step of this use, or, if a step in the window

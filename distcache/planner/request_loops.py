@@ -420,12 +420,3 @@ def mark(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.
     in `missing` (uint8) for each."""
     for i in range(len(fetch)):
         missing[at(fetch[i])], fetched[i] = 1, slots[at(fetch[i])]
-
-
-@compiled(types.boolean(in4), types.boolean(in8))
-def counts_up(values: np.ndarray) -> bool:
-    """Whether they are 0, 1, 2 and so on."""
-    wrong = 0
-    for i in range(len(values)):
-        wrong |= values[i] ^ i  # without a way out, so that it takes several at once
-    return wrong == 0

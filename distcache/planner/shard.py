@@ -51,10 +51,10 @@ class Routes:
         """Whether this home's rows go once to `node`."""
         return node != self.node and relays(self.nodes.sizes[node])
 
-    def numbers(self, home: int, rows: int | np.ndarray) -> int | np.ndarray:
+    def numbers(self, home: int, rows: int) -> int:
         """int32 numbers that `home` sends this rank for the masks of `rows` rows; see `pack`."""
         if self.nodes.of(home) == self.node or not self.hands_on:
-            return 0 * rows
+            return 0
         return -(-rows * mask_type(self.mates).itemsize // 4)
 
 

@@ -190,6 +190,30 @@ def chain_loss(previous: bytes, loss: float) -> bytes:
     return hashlib.sha256(previous + struct.pack("<d", loss)).digest()
 
 
+_PENDING = 256
+"""Losses that a chain leaves for later at most."""
+
+
+class LossChain:
+    """`chain_loss` over all losses so far; hashes many at once, not one between two steps."""
+
+    def __init__(self, digest: bytes = b"") -> None:
+        self._digest, self._pending = digest, list[float]()
+
+    def add(self, loss: float) -> None:
+        """Go on with the loss of one more step."""
+        self._pending.append(loss)
+        if len(self._pending) == _PENDING:
+            self.digest()
+
+    def digest(self) -> bytes:
+        """That of all losses so far."""
+        for loss in self._pending:
+            self._digest = chain_loss(self._digest, loss)
+        self._pending.clear()
+        return self._digest
+
+
 def state_digest(
     choice: str, mode: Parallel, tables: Sequence[TableSpec], dtype: torch.dtype, world: World
 ) -> str | None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,14 +34,14 @@ from distcache.errors import (
     StepTooLargeError,
 )
 from distcache.layout import TableSpec
-from distcache.parallel.base import Parallel, Step, StepResult, tf32
+from distcache.parallel.base import LateResult, Parallel, Step, StepResult, tf32
 from distcache.popularity.hot_cold import HotColdSource
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import (
     Identity,
+    LossChain,
     Start,
     TrainerState,
-    chain_loss,
     compare,
     file_world,
     find,
@@ -109,8 +109,8 @@ class StopRequest:
 
 @dataclass
 class Loop:
-    """One pass over a schedule: how far it came and what it saw is equal on all ranks, but for the
-    times.
+    """One pass over a schedule from where a run has `begun`: how far it came and what it saw is
+    equal on all ranks, but for the times.
 
     `rates`: the dense and the embedding rate of a step; `evaluation`: of the final state, None
     where training stopped before it; `bad`: the result of a step whose loss is not finite, which
@@ -124,7 +124,7 @@ class Loop:
     stop: StopRequest
     report: Progress
     saver: Saver
-    state: TrainerState
+    begun: TrainerState
     times: StepTimes = field(default_factory=StepTimes)
     final_loss: float | None = None
     evaluation: EvalResult | None = None
@@ -134,8 +134,20 @@ class Loop:
     over: bool = False
     due: bool = False
     """Whether a checkpoint is written before the next training step."""
+    given: tuple[float, float] | None = None
+    """The rates of the last step."""
     unread: deque[tuple[Batch, float, StepResult]] = field(default_factory=deque)
     """Training steps, with the seconds that they took, whose results nobody has looked at."""
+
+    def __post_init__(self) -> None:
+        begun = self.begun
+        self.done, self.phase, self.last = begun.step, begun.phase, begun.batch
+        self.losses = LossChain(begun.loss_digest)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where training stands, after `done` steps."""
+        return TrainerState(self.done, self.losses.digest(), self.phase, self.last)
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -173,11 +185,13 @@ class Loop:
             self.saver.write(self.state, self.metrics)
             self.mark = time.perf_counter()
         index = step.batch.index
-        due = self.state.step + len(self.unread)
+        due = self.done + len(self.unread)
         if index != due:
             mode = type(self.mode).__name__
             raise PlanError(f"the {mode} stream gave training step {index} where {due} is due")
-        self.mode.set_lr(*self.rates(index))
+        if (rates := self.rates(index)) != self.given:
+            self.mode.set_lr(*rates)
+            self.given = rates
         asks, falls_on = self.saver.asks(index + 1)
         result = self.mode.train_step(step, asks | STOP * (self.stop.signal is not None))
         ended = time.perf_counter()
@@ -197,18 +211,19 @@ class Loop:
 
     def finish(self, batch: Batch, seconds: float, result: StepResult) -> bool:
         """Count a training step; whether it is the last."""
+        if isinstance(result, LateResult):
+            result = result.read()
         if result.bad_ranks or not math.isfinite(result.loss):
             self.bad = result
             return True
         self.times.add(seconds, batch.global_size)
-        digest = chain_loss(self.state.loss_digest, result.loss)
-        done = batch.index + 1
-        self.state = TrainerState(done, digest, self.schedule.forward(), batch)
+        self.losses.add(result.loss)
+        self.done, self.phase, self.last = batch.index + 1, self.schedule.forward(), batch
         self.final_loss, self.evaluation = result.loss, None
         self.due |= result.save
         if result.waits:
             self.saver.hurry()
-        self.report.step(done, batch.epoch, result, self.times, self.mode, self.state.phase)
+        self.report.step(self.done, batch.epoch, result, self.times, self.mode, self.phase)
         return result.stop
 
     def evaluate(self, step: Step) -> bool:
@@ -219,10 +234,10 @@ class Loop:
         if self.evaluating.batches == self.schedule.eval_batches:
             result = self.evaluating.finish(self.world)
             phase = self.schedule.learn(result.logloss)
-            self.state = replace(self.state, phase=phase)
+            self.phase = phase
             self.evaluation, self.evaluating = result, Evaluation()
             self.due |= self.saver.is_best(result.values)
-            self.report.evaluation(self.state.step, result, phase)
+            self.report.evaluation(self.done, result, phase)
         self.mark = time.perf_counter()
         return self.stop.agreed(self.world) is not None
 
@@ -374,7 +389,7 @@ class Run:
             if stopped_by is not None and self.world.is_first:
                 # At once: the checkpoint of large tables takes its time.
                 end = f"{signal.Signals(stopped_by).name}: stopping after step "
-                end += f"{loop.state.step:,}, with a checkpoint in {saver.folder}"
+                end += f"{loop.done:,}, with a checkpoint in {saver.folder}"
                 logger.warning(end)
             measured = self.mode.summary()
             self.save(loop, stopped_by)
@@ -434,12 +449,12 @@ class Run:
 
     def run_steps(self, loop: Loop) -> None:
         """Train and evaluate; after an error save the steps before it."""
-        begun = loop.state.step
+        begun = loop.done
         try:
             self.walk(loop)
         except (DataError, StepTooLargeError, PeerError):
             # All ranks stand after the steps before one that could not be planned.
-            if loop.state.step > begun and self.mode.errors_are_common():
+            if loop.done > begun and self.mode.errors_are_common():
                 try:
                     loop.saver.write(loop.state, loop.metrics, periodic=False)
                 except DistcacheError as error:
@@ -469,13 +484,13 @@ class Run:
         if loop.bad is not None:
             ranks = ", ".join(map(str, loop.bad.bad_ranks))
             raise NonFiniteLossError(
-                f"step {loop.state.step}: the loss is not finite"
+                f"step {loop.done}: the loss is not finite"
                 f"{f' on rank {ranks}' if ranks else ' when summed over ranks'}; nothing was "
                 f"applied, and the state before this step is in {loop.saver.folder}. Lower "
                 "optim.dense_lr or optim.embedding_lr, or look at the data of this step"
             )
         if stopped_by is not None and self.world.is_first:
-            end = f"stopped by {signal.Signals(stopped_by).name} after step {loop.state.step:,}"
+            end = f"stopped by {signal.Signals(stopped_by).name} after step {loop.done:,}"
             logger.warning(f"{end}; go on with run.dir={self.run_dir}")
 
     def summarise(
@@ -490,7 +505,7 @@ class Run:
             "mode": self.config.parallel.mode,
             "world_size": self.world.size,
             "first_step": start.step,
-            "steps": loop.state.step - start.step,
+            "steps": loop.done - start.step,
             "global_batch_size": self.identity()["global_batch_size"] or None,
             "final_loss": loop.final_loss,
             "samples_per_second": loop.times.samples_per_second(),
@@ -502,7 +517,7 @@ class Run:
         values |= loop.metrics
         if isinstance(self.source, HotColdSource):
             values["hot_samples"] = self.source.share
-            values["phase_rate"] = loop.state.phase and loop.state.phase.rate
+            values["phase_rate"] = loop.phase and loop.phase.rate
 
         def write() -> dict[str, Any]:
             path = self.run_dir / "summary.json"

@@ -152,7 +152,7 @@ def handed_over(call: dict[str, Any]) -> list[bool]:
         send(mover, flight)
         made = {id(tensor.memory) for tensor in flight.made}
         for at in flight.where:
-            for tensor in (at.slots, at.fetch_slots, at.touched, at.source_rows):
+            for tensor in (at.slots, at.fetch_slots, at.touched_rows, at.source_rows):
                 found.append(id(tensor.memory) in made)
 
     with patch.object(Mover, "_send", sent):

@@ -20,10 +20,13 @@ def on_device(positions: torch.Tensor, lengths: list[int], features: int, rows: 
         touched=torch.arange(rows),
         segments=segments,
         leaf_rows=rows,
+        home_counts=(rows,),
     )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     bags = GroupBags(features, positions.numpy(), offsets, None, None)
-    return DeviceBags.of(bags, plan, torch.device("cpu")).arranged()
+    found = DeviceBags.of(bags, plan, torch.device("cpu"))
+    found.arrange()
+    return found
 
 
 def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:
