@@ -256,10 +256,9 @@ class DeviceCache:
     def read(self, slots: Index) -> Tensor:
         """Copies of rows and their state on the device, uint8 for `RowKind.parts`.
 
-        `slots` of `evict` or `dirty_slots`: one that was just evicted may be read until it is
-        filled again.
+        A slot that was just evicted may be read until it is filled again.
         """
-        at = _numpy(slots, np.int32)
+        at = self._slots(slots)
         where, nbytes = self._to_device(at), len(at) * self.kind.nbytes
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         weight, state = self.kind.parts(memory)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from simulator import PlannerSettings
 
+import distcache.layout
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
 from distcache.planner.shard import HotRows
@@ -161,7 +162,7 @@ COMPILED, PYTHON = BODIES = ("compiled", "python")
 
 LOOPS = [
     (module, name)
-    for module in (loops, request_loops)
+    for module in (distcache.layout, loops, request_loops)
     for name, value in vars(module).items()
     if hasattr(value, "py_func")
 ]
