@@ -132,14 +132,14 @@ def free_slots(
 ) -> int:
     """Free `slots`, int32 `[m]`, if they hold `rows`, int64. How many of them were dirty, which go
     to `left`, and their rows to `left_rows`, both of `[m]`; where the i-th, the first, holds
-    another row, or is no slot, -1 - i, and all is as before."""
-    count, most = 0, len(slot_row)
+    another row, -1 - i, and all is as before."""
+    count = 0
     for i in range(len(slots)):
         if i + _EARLY < len(slots):
             fetch_early(slot_row, slots[i + _EARLY])
             fetch_early(dirty, slots[i + _EARLY])
         slot = slots[i]
-        if slot < 0 or slot >= most or slot_row[slot] != rows[i]:
+        if slot_row[slot] != rows[i]:
             for k in range(i):
                 slot_row[slots[k]] = rows[k]
             for k in range(count):
@@ -294,12 +294,12 @@ class DeviceCache:
         Returns (slots, rows) `[k]`, on the CPU: what must be written back. Their
         values stay readable (`read`) until the slots are filled again.
         """
-        at, expected = _numpy(slots, np.int32), _numpy(rows, np.int64)
+        at, expected = self._slots(slots), _numpy(rows, np.int64)
         left, left_rows = np.empty_like(at), np.empty_like(expected)
         count = free_slots(self.slot_row, self.dirty, at, expected, left, left_rows)
         if count < 0:
             i = -1 - count
-            held = self.slot_row[self._slots(at)[i]]
+            held = self.slot_row[at[i]]
             what = "is free" if held == FREE else f"holds row {held}"
             raise PlanError(f"slot {at[i]} {what}, but row {expected[i]} was to leave it")
         return torch.from_numpy(left[:count]), torch.from_numpy(left_rows[:count])
