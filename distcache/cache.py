@@ -52,7 +52,7 @@ class StagingRing:
         """`kind`: of the rows."""
         self._row_bytes, self._streams = kind.nbytes, streams
         self._buffers = [self._make(0)] * count
-        self._busy = [Mark()] * count
+        self._busy = list[Mark]([None]) * count
         self._next = 0
 
     def take(self, rows: int) -> tuple[int, Tensor]:

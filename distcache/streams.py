@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager as Context
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,15 +27,9 @@ _REBASE_S = 60.0
 """Times are told from an event that is this old, or up to twice as old."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A point in the work of a stream (on the CPU: the moment of the call, long over)."""
-
-    event: torch.cuda.Event | None = None
-
-
-LONG_OVER = Mark()
-"""A mark that nobody waits for."""
+Mark = torch.cuda.Event | None
+"""A point in the work of a stream; None: one that is long over, for which nobody waits, as all are
+on the CPU."""
 
 _NOWHERE = nullcontext()
 
@@ -106,18 +99,18 @@ class Streams:
         reached."""
         stream = self._stream(name) if self.ordered else None
         if stream is None:
-            return LONG_OVER
+            return None
         event = torch.cuda.Event(enable_timing=timed)
         event.record(stream)
-        return Mark(event)
+        return event
 
     def after(self, name: str, marks: Iterable[Mark]) -> None:
         """What a stream is given from now on comes after `marks`; the host does not wait."""
         stream = self._stream(name) if self.ordered else None
         if stream is not None:
             for mark in marks:
-                if mark.event is not None:
-                    stream.wait_event(mark.event)
+                if mark is not None:
+                    stream.wait_event(mark)
 
     def drain(self) -> None:
         """What is issued from now on comes after the other streams' work so far, so that memory
@@ -133,18 +126,18 @@ class Streams:
 
     def wait(self, mark: Mark) -> None:
         """Let the host wait for `mark`: for threads beside training only."""
-        if mark.event is not None:
-            mark.event.synchronize()
+        if mark is not None:
+            mark.synchronize()
 
     def seconds(self, mark: Mark) -> float | None:
         """When a timed `mark` was reached, on the clock of `time.perf_counter`; None on the CPU.
 
         Waits for the mark if it is not reached yet.
         """
-        if mark.event is None:
+        if mark is None:
             return None
-        mark.event.synchronize()
-        return self._clock.seconds(mark.event)
+        mark.synchronize()
+        return self._clock.seconds(mark)
 
     def bind(self) -> None:
         """In a thread beside training: its CUDA calls go to this device."""

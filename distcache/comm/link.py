@@ -358,7 +358,7 @@ class Link:
         found = self.start_all_to_all(copies, mine, sizes, PLANNING, what)()
         return [pickle.loads(part.numpy().tobytes()) for part in found.split(sizes)]
 
-    def settle(self, what: str, mark: Mark | None = None) -> None:
+    def settle(self, what: str, mark: Mark = None) -> None:
         """Wait on the host for `mark`, or for all work on this thread's current CUDA stream.
 
         gloo's waits are the host's already; NCCL's only order streams, and a host that then reads
@@ -367,13 +367,13 @@ class Link:
         if mark is None:
             if self._on_host:
                 return
-            mark = Mark(torch.cuda.Event())
-            mark.event.record()
-        if mark.event is None or mark.event.query():
+            mark = torch.cuda.Event()
+            mark.record()
+        if mark.query():
             return
         waiting = Waiting(self.world, self.name, what)
         began = looked = time.monotonic()
-        while not mark.event.query():
+        while not mark.query():
             time.sleep(5e-5)
             now = time.monotonic()
             if now - began > self.world.timeout_s:

@@ -51,30 +51,26 @@ def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     """
     if device.type != "cuda":
         return list(tensors)
-    return unpacked(packed(tensors, pinned=True).to(device, non_blocking=True), tensors)
+    parcel, starts = packed(tensors, pinned=True)
+    return _unpacked(parcel.to(device, non_blocking=True), tensors, starts)
 
 
-def packed(tensors: Sequence[Tensor], pinned: bool) -> Tensor:
-    """CPU tensors one after the other, as bytes."""
-    count = sum(map(_padded, tensors))
+def packed(tensors: Sequence[Tensor], pinned: bool) -> tuple[Tensor, list[int]]:
+    """CPU tensors one after the other, as bytes, and where each begins."""
+    sizes = [-(-of.nbytes // _ALIGNED) * _ALIGNED for of in tensors]
+    *starts, count = accumulate(sizes, initial=0)
     parcel = torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
-    for part, of in zip(unpacked(parcel, tensors), tensors, strict=True):
+    for part, of in zip(_unpacked(parcel, tensors, starts), tensors, strict=True):
         np.copyto(part.numpy(), of.detach().numpy())
-    return parcel
+    return parcel, starts
 
 
-def unpacked(parcel: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _unpacked(parcel: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
     """Views of a parcel, of the shapes and dtypes of the `tensors` that were packed."""
-    starts = accumulate(map(_padded, tensors), initial=0)
     return [
         parcel[start : start + of.nbytes].view(of.dtype).view(of.shape)
-        for start, of in zip(starts, tensors, strict=False)
+        for start, of in zip(starts, tensors, strict=True)
     ]
-
-
-def _padded(tensor: Tensor) -> int:
-    """Bytes of a tensor in a parcel."""
-    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -33,7 +33,7 @@ from distcache.optim import RowUpdate
 from distcache.step_plan import Indices, StepPlan, Transfer
 from distcache.store.old_rows import OldRows, mark_new
 from distcache.store.rows import DirectRows, Gathered, Rows, RowStore, nothing
-from distcache.streams import COPY_IN, Mark, Streams
+from distcache.streams import COPY_IN, Streams
 
 # -----------------------------------------------------------------------------
 # Ways of rows between a store and its device: through staging buffers, or read in place.
@@ -76,7 +76,7 @@ class Staged:
             return partial(self._store.scatter, rows, *self._kind.parts(memory))
         number, buffer = self._leaving.take(rows.shape[0])
         buffer.copy_(memory, non_blocking=True)
-        sent = Mark(torch.cuda.current_stream(self._device).record_event())
+        sent = torch.cuda.current_stream(self._device).record_event()
         self._leaving.release(number, sent)
 
         def land() -> None:
@@ -528,15 +528,10 @@ class Mover:
 
     def _send_there(self, flight: Flight, bags: Sequence[DeviceBags], device: torch.device) -> None:
         """Bring the flight's batch, the index tensors of its plans, and `bags` to the device."""
-        every: dict[int, Tensor] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            return every.setdefault(id(tensor), tensor)
-
-        for tensor in (flight.dense, flight.labels, *chain(*[of.tensors() for of in bags])):
-            note(tensor)
+        given = [flight.dense, flight.labels, *chain(*[of.tensors() for of in bags])]
         for of in flight.where:
-            of.mapped(note)
+            of.mapped(lambda tensor: given.append(tensor) or tensor)
+        every = {id(tensor): tensor for tensor in given}
         common = {id(tensor): tensor for of in bags for tensor in of.common}
         kept = {key: both[1] for key, both in self._common.items() if key in common}
         there = dict(kept)

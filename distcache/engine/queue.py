@@ -18,7 +18,7 @@ from distcache.engine.movement import Mover
 from distcache.engine.planning import StreamPlanner
 from distcache.engine.step import MOVEMENT_LANE, Flight, Shake
 from distcache.errors import DistcacheError, PeerError, PlanError
-from distcache.streams import LONG_OVER, Mark, Streams
+from distcache.streams import Mark, Streams
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether the others are alive."""
@@ -273,7 +273,7 @@ class StepStream:
         flight.waited(started)
         return flight
 
-    def release(self, done: int, mark: Mark = LONG_OVER, last: int | None = None) -> None:
+    def release(self, done: int, mark: Mark = None, last: int | None = None) -> None:
         """Let move what may now; `done`: the last step that was applied, and `mark`: where on the
         device it was; `last`: of the steps that may move before `release_rest` is called (None:
         all). Nothing to do where the loop moves rows itself."""

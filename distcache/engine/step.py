@@ -47,7 +47,7 @@ from torch import Tensor
 from distcache.data.batch import Batch
 from distcache.planner.rank import Asked, RowRequest
 from distcache.step_plan import Indices, StepPlan
-from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, LONG_OVER, Mark, Streams
+from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, Mark, Streams
 
 if TYPE_CHECKING:
     from distcache.engine.gradients import DeviceBags
@@ -162,9 +162,9 @@ class Flight:
     """What the door makes of the step."""
 
     # --- where on the device it is, and what took how long -----------------------------------
-    after: Mark = LONG_OVER
+    after: Mark = None
     """What the next stage's device work comes after."""
-    free: Mark = LONG_OVER
+    free: Mark = None
     """Where on the device the step before it ended."""
     timed: bool = True
     """Whether its stages are timed (`Streams.times`)."""
@@ -202,16 +202,18 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
     def __enter__(self) -> None:
         streams, stream = self._streams, self._stage.stream
         self._began = time.perf_counter()
-        if streams.ordered:  # else work is done in program order: there is nothing to mark
+        # Else work is done in program order, or by the host alone: there is nothing to mark.
+        self._marks = streams.ordered and stream != HOST
+        if self._marks:
             streams.after(stream, (self._flight.after,))
             self._on = streams.on(stream)
             self._on.__enter__()
-            self._start = streams.mark(stream, timed=True) if self._flight.timed else LONG_OVER
+            self._start = streams.mark(stream, timed=True) if self._flight.timed else None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         name, flight, streams = self._stage.name, self._flight, self._streams
-        end = LONG_OVER
-        if streams.ordered:
+        end = None
+        if self._marks:
             if error is None:
                 end = streams.mark(self._stage.stream, flight.timed)
             self._on.__exit__(kind, error, trace)
@@ -221,7 +223,7 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
             return
         if flight.timed:
             flight.note(name, self._lane, self._began)
-        if end.event is not None:
+        if end is not None:
             flight.after = end
             if flight.timed:
                 flight.marks.append(DeviceSpan(name, self._lane, self._start, end))

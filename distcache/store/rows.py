@@ -292,7 +292,7 @@ class DirectRows:
 
     def marks(self) -> list[Mark]:
         """The last reads and writes, of each stream that they were on."""
-        return [Mark(event) for event in self._events.values()]
+        return list(self._events.values())
 
     def _read(self, table: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), table.shape[1], dtype=table.dtype, device=self.device)

@@ -20,7 +20,7 @@ from distcache.engine.groups import Placement
 from distcache.engine.step import DeviceSpan
 from distcache.parallel.cached import CachedSettings
 from distcache.store.rows import ACCESS
-from distcache.streams import Mark, Streams
+from distcache.streams import Streams
 
 TABLES = (table("a", 300), table("b", 40, features=2))
 
@@ -52,21 +52,21 @@ class Clocks(Streams):
     def mark(self, name, timed=False):
         with self.lock:
             self.clocks[name][name] += 1
-            return Mark(Clock(self.clocks[name]))
+            return Clock(self.clocks[name])
 
     def after(self, name, marks):
         with self.lock:
             for mark in marks:
-                for other, count in (mark.event or {}).items():
+                for other, count in (mark or {}).items():
                     self.clocks[name][other] = max(self.clocks[name][other], count)
 
     def seconds(self, mark):
         return 0.0
 
 
-def before(first: Mark, second: Mark) -> bool:
+def before(first: Clock, second: Clock) -> bool:
     """Whether the work up to `first` is over whenever that up to `second` is."""
-    return all(second.event.get(name, 0) >= count for name, count in first.event.items())
+    return all(second.get(name, 0) >= count for name, count in first.items())
 
 
 HOT = tuple(np.arange(count) for count in (30, 6))

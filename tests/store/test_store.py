@@ -514,7 +514,7 @@ def test_rows_read_and_written_in_place_are_those_of_the_store(world, device, wi
             part.copy_(values)
     rows_here.put(rows, memory)()
     for mark in rows_here.marks():
-        mark.event.synchronize()
+        mark.synchronize()
     before[rows] += 1
     assert torch.equal(store.weight, before)
     assert width == 0 or store.state.sum() == 0.5 * 3 * (57 + 4)
