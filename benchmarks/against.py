@@ -172,6 +172,7 @@ def spec_of(mode: str, options: Any, config: Config, overrides: Sequence[str]) -
         "seed": config.trainer.seed,
         "count": False,
         "plans": False,
+        "late": False,
     }
 
 

@@ -3,7 +3,8 @@
 
 Ranks train on the CPU in processes of their own, with the threads that they have beside a GPU. A
 thread's time on its core, less what torch, the package's kernels and the model take of it, is its
-own. The cost model of `distcache.plan`, given what was measured, predicts steps beside an H100.
+own; stages are timed and results read as seldom and as late as beside a GPU. The cost model of
+`distcache.plan`, given what was measured, predicts steps beside an H100.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class HostOptions:
     batch: int = option(16384, "samples of a rank and step", least=4)
     width: int = option(8, "of every table; a thread's own work knows no width", least=1)
     ratio: float = option(0.015, "slots as a share of the rows")
-    steps: int = option(6, "steps of a turn", least=1)
+    steps: int = option(10, "steps of a turn", least=1)
     repetitions: int = option(4, "turns: first with calls counted, then without", least=1)
     warmup: int = option(24, "steps before them, in which the slots are filled", least=1)
     planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
@@ -182,7 +183,7 @@ def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
     paths = checkouts(options.against)
     with ExitStack() as stack:
         jobs = {
-            side: Job(path, about["ranks"], spec | {"count": True}, stack)
+            side: Job(path, about["ranks"], spec | {"count": True, "late": True}, stack)
             for side, path in paths.items()
         }
         for job in jobs.values():
@@ -322,7 +323,8 @@ SECTIONS = (
         "thread does. Its own: without what torch, the package's kernels and the model take, from "
         "turns in which calls are counted, less what counting takes. Calls of Python functions a "
         "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
-        "predicted: of the planner's thread, one, from the constants below. "
+        "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one of "
+        "ten steps has its stages timed, and results are read two steps later. "
         "Tables are narrow here, for memory's sake: what depends on the width is torch's.",
         "thread",
         (
