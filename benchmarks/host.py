@@ -323,8 +323,8 @@ SECTIONS = (
         "thread does. Its own: without what torch, the package's kernels and the model take, from "
         "turns in which calls are counted, less what counting takes. Calls of Python functions a "
         "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
-        "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one of "
-        "ten steps has its stages timed, and results are read two steps later. "
+        "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one "
+        "of ten steps has its stages timed, and results are read two steps later. "
         "Tables are narrow here, for memory's sake: what depends on the width is torch's.",
         "thread",
         (
