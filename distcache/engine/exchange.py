@@ -337,8 +337,8 @@ class PlanExchange:
                         masks = unpack(part.reply[count:], count, self.routes.mates)
                         homes[home] = replace(part, reply=part.reply[:count], masks=masks)
         self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
-        for part in (part for homes in told.parts for part in homes):
-            self._digest = zlib.crc32(np.ascontiguousarray(part.slots), self._digest)
+        slots = [np.bitwise_xor.reduce(part.slots) for homes in told.parts for part in homes]
+        self._digest = zlib.crc32(np.array(slots, _WIRE), self._digest)
         told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
 
 

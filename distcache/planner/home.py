@@ -168,6 +168,11 @@ class Ingested:
         loops.join_parts(values, self.named.bases, self.named.counts, found)
         return found
 
+    @cached_property
+    def previous(self) -> np.ndarray:
+        """The steps before it that named the rows last, -1 for none, int32 `[U_h]`."""
+        return self.dense(self.named.previous)
+
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
         of = self.named.bases, self.firsts, self.named.counts
@@ -190,15 +195,14 @@ class Ingested:
 class HomeDecision:
     """A home's part of a step of `kind`, whose U_h distinct rows are in canonical order.
 
-    `previous` int32 `[U_h]`: the steps before it that named them last, -1 for none; `replies`: for
-    each rank, int32, the canonical index within this home of every row that it asked for; `slots`
-    `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to fetch,
-    ascending, which fill `fetch_slots`; rows are row numbers of the layout (int64).
+    `replies`: for each rank, int32, the canonical index within this home of every row that it asked
+    for; `slots` `[U_h]`: device slots (global numbers); `fetch`: indices into the part of rows to
+    fetch, ascending, which fill `fetch_slots`; rows are row numbers of the layout (int64).
+    `ingested`: the rows themselves, None where there are none.
     """
 
     step: int
     kind: str
-    previous: np.ndarray
     replies: tuple[np.ndarray, ...]
     slots: np.ndarray
     fetch: np.ndarray
@@ -207,6 +211,7 @@ class HomeDecision:
     evict_rows: np.ndarray
     latest_use: int
     fetch_slots: np.ndarray
+    ingested: Ingested | None = None
 
 
 class Planner:
@@ -499,7 +504,6 @@ class HomePlanner(Planner):
         return HomeDecision(
             step=entry.named.step,
             kind=entry.kind,
-            previous=entry.dense(entry.named.previous),
             replies=entry.replies(),
             slots=due.slots,
             fetch=due.fetch[:came],
@@ -508,6 +512,7 @@ class HomePlanner(Planner):
             evict_rows=self.layout.row(self.home, due.evicted[:gone]),
             latest_use=latest,
             fetch_slots=due.taken[:came],
+            ingested=entry,
         )
 
     def restore(self, slot_row: np.ndarray, step: int) -> None:
@@ -530,7 +535,7 @@ class HomePlanner(Planner):
         self._hold(local, step - self._prefetch - 1)
 
     def _unname(self, entry: Ingested) -> None:
-        previous = entry.dense(entry.named.previous)
+        previous = entry.previous
         previous = np.where(previous < -1, -2 - previous, previous)  # see `loops.tell_new`
         for part, rows, span in entry.by_part():
             self._home.index[part, rows, loops.NAMED] = previous[span]
@@ -604,8 +609,8 @@ class ResidentPlanner(Planner):
         entry, none = self._window.popleft(), np.empty(0, np.int64)
         self._planned = entry.named.step
         rows = self.layout.row(self.home, entry.local(self.parts))
-        known = (entry.named.step, entry.kind, entry.dense(entry.named.previous), entry.replies())
-        return HomeDecision(*known, rows, *[none] * 4, -1, none)
+        known = (entry.named.step, entry.kind, entry.replies())
+        return HomeDecision(*known, rows, *[none] * 4, -1, none, entry)
 
 
 class PassThroughPlanner(ResidentPlanner):

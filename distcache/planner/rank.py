@@ -273,6 +273,9 @@ def _joined(
     `base`: they are indices (int32) that each home counts from 0, and are counted from its own."""
     if out is None and len(parts) == 1:
         return parts[0]
-    if base is not None:
-        parts = [part + np.int32(start) for part, start in zip(parts, base, strict=False)]
-    return np.concatenate([np.empty(0, np.int32), *parts], out=out)
+    found, end = np.concatenate(parts, out=out, dtype=None if out is not None else np.int32), 0
+    for part, start in zip(parts, base or (), strict=False):
+        end += len(part)
+        if start:
+            found[end - len(part) : end] += np.int32(start)
+    return found
