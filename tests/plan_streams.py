@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from simulator import PlannerSettings
 
 import distcache.layout
+from distcache.data import batch
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
 from distcache.planner.shard import HotRows
@@ -162,7 +163,7 @@ COMPILED, PYTHON = BODIES = ("compiled", "python")
 
 LOOPS = [
     (module, name)
-    for module in (distcache.layout, loops, request_loops)
+    for module in (batch, distcache.layout, loops, request_loops)
     for name, value in vars(module).items()
     if hasattr(value, "py_func")
 ]

@@ -358,18 +358,22 @@ class Link:
         found = self.start_all_to_all(copies, mine, sizes, PLANNING, what)()
         return [pickle.loads(part.numpy().tobytes()) for part in found.split(sizes)]
 
-    def settle(self, what: str, mark: Mark = None) -> None:
-        """Wait on the host for `mark`, or for all work on this thread's current CUDA stream.
+    def now(self) -> Mark:
+        """A mark of all work on this thread's current CUDA stream. gloo's waits are the host's
+        already."""
+        if self._on_host:
+            return None
+        mark = torch.cuda.Event()
+        mark.record()
+        return mark
 
-        gloo's waits are the host's already; NCCL's only order streams, and a host that then reads
-        a result would hang in the driver where nothing can name the rank that it waits for.
+    def settle(self, what: str, mark: Mark) -> None:
+        """Wait on the host for `mark`.
+
+        NCCL's waits only order streams, and a host that then reads a result would hang in the
+        driver where nothing can name the rank that it waits for.
         """
-        if mark is None:
-            if self._on_host:
-                return
-            mark = torch.cuda.Event()
-            mark.record()
-        if mark.query():
+        if mark is None or mark.query():
             return
         waiting = Waiting(self.world, self.name, what)
         began = looked = time.monotonic()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -33,13 +33,21 @@ def counts_up(values: np.ndarray) -> bool:
     return wrong == 0
 
 
-@lru_cache(maxsize=8)
+_ONES: dict[int, Tensor] = {}
+"""What `one_each` gave last, `_MOST` of them, by count."""
+_MOST = 16
+
+
 def one_each(count: int) -> Tensor:
     """0, 1, ... `count`, int64: the offsets of so many bags of one id each.
 
     All batches of that shape may have these, to which nobody writes: then nobody looks at them.
     """
-    return torch.from_numpy(np.arange(count + 1))
+    if (found := _ONES.get(count)) is None:
+        found = _ONES[count] = torch.from_numpy(np.arange(count + 1))
+        for oldest in list(_ONES)[:-_MOST]:  # more than one thread may come here
+            _ONES.pop(oldest, None)
+    return found
 
 
 def is_one_each(offsets: Tensor, ids: int, look: bool = True) -> bool:
@@ -47,7 +55,7 @@ def is_one_each(offsets: Tensor, ids: int, look: bool = True) -> bool:
     not `one_each`, but equal."""
     if offsets.dtype not in _ID_DTYPES or offsets.shape != (ids + 1,):
         return False
-    if offsets is one_each(ids):
+    if offsets is _ONES.get(ids):
         return True
     return look and counts_up(np.ascontiguousarray(offsets.numpy()))
 

@@ -22,6 +22,7 @@ from distcache.comm.link import PLANNING, Link
 from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
+from distcache.planner.loops import fold
 from distcache.planner.rank import HomePart
 from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to_all, unpack
 
@@ -337,8 +338,8 @@ class PlanExchange:
                         masks = unpack(part.reply[count:], count, self.routes.mates)
                         homes[home] = replace(part, reply=part.reply[:count], masks=masks)
         self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
-        slots = [np.bitwise_xor.reduce(part.slots) for homes in told.parts for part in homes]
-        self._digest = zlib.crc32(np.array(slots, _WIRE), self._digest)
+        slots = [fold(part.slots) for homes in told.parts for part in homes]
+        self._digest = zlib.crc32(np.array(slots), self._digest)
         told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
 
 

@@ -31,7 +31,7 @@ from distcache.errors import ConfigError, PlanError
 from distcache.ops.long_segments import SegmentChunks
 from distcache.ops.reference import by_sample
 from distcache.step_plan import Change, StepPlan
-from distcache.streams import COMMUNICATION, Mark, Streams
+from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of one all-reduce of the flat dense gradient."""
@@ -118,8 +118,9 @@ class DeviceBags:
             scale = None if scale is None else by_sample(scale, samples, features)
         else:
             offsets = _ends_of_one(count)
-        # Of several ranks, rows are in the order in which each asks its homes for them.
-        every = len(plan.home_counts) == 1 and len(plan.touched) == plan.leaf_rows
+        # Replicated rows of several ranks are in the order in which each asks its homes for them.
+        in_order = len(plan.home_counts) == 1 or plan.distinct == 0
+        every = in_order and len(plan.touched) == plan.leaf_rows
         return cls(
             shape=shape,
             single=single,
@@ -344,7 +345,7 @@ def start_reduce_rows(
     link: Link,
     plan: StepPlan,
     gradient: Tensor,
-    where: tuple[Tensor, Tensor],
+    where: tuple[Tensor | None, Tensor | None],
     native: bool = False,
 ) -> Callable[[], Tensor]:
     """Sum the local row gradients `[U, D]` (canonical order) over all ranks; call it for the sums.
@@ -353,7 +354,7 @@ def start_reduce_rows(
     pass per source, and send the sums `[U_h, D]` to all: the bytes of a ring all-reduce at most,
     and a result that depends on nothing but the contributions. `native` leaves the sum to the
     library's all-reduce, whose bits depend on a row's place in the buffer. `where`: the plan's
-    `touched_rows` and `source_rows` on the device.
+    `touched_rows` and `source_rows` on the device; None of a rank alone.
     """
     if link.world.size == 1:
         return lambda: gradient
@@ -370,7 +371,7 @@ def start_reduce_rows(
 
 
 def start_to_homes(
-    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor, Tensor]
+    link: Link, plan: StepPlan, gradient: Tensor, where: tuple[Tensor | None, Tensor | None]
 ) -> Callable[[], Tensor]:
     """The sums over all ranks of the gradients `[U, D]` of this home's rows, `[U_h, D]`, when it
     is called.
@@ -639,6 +640,7 @@ class ControlRing:
     def __init__(self, link: Link, streams: Streams, delay: int) -> None:
         world = link.world
         self._link, self._streams = link, streams
+        self._stream = COMMUNICATION if world.size > 1 else COMPUTE  # of stage `sync`
         pinned = streams.asynchronous
         shape = (delay + 1, world.size, 2)
         self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned).unbind()
@@ -657,7 +659,7 @@ class ControlRing:
             on_host = self._ring[self._turn]
             self._turn = (self._turn + 1) % len(self._ring)
             on_host.copy_(said, non_blocking=True)
-            mark = self._streams.mark(COMMUNICATION)
+            mark = self._streams.mark(self._stream)
             return Control(on_host, self._enabled, mark, self._link)
 
         return finish

@@ -76,6 +76,8 @@ SHARE_EARLY, SHARE_LATE = Stage("share_early", COPY_IN), Stage("share_late", COM
 FORWARD_BACKWARD, FORWARD = Stage("forward_backward", COMPUTE), Stage("forward", COMPUTE)
 SYNC, APPLY = Stage("sync", COMMUNICATION), Stage("apply", COMPUTE)
 RETURN_ROWS = Stage("return_rows", COMMUNICATION)
+SYNC_ALONE = Stage("sync", COMPUTE)
+"""Of one rank alone, which has nobody to wait for."""
 
 TRAINING = (SHARE_LATE, FORWARD_BACKWARD, FORWARD, SYNC, APPLY, RETURN_ROWS)
 """Stages of the training thread, whatever the schedule."""

@@ -35,6 +35,7 @@ from distcache.engine.step import (
     RETURN_ROWS,
     SHARE_LATE,
     SYNC,
+    SYNC_ALONE,
     TRAINING_LANE,
     Flight,
     Shake,
@@ -328,7 +329,7 @@ class CachedTables:
         """The exchange of a step's gradients with all ranks, after the moves that come before it
         in the order of the device group."""
         self.settle(flight)
-        return self.stage(SYNC, flight)
+        return self.stage(SYNC if self.world.size > 1 else SYNC_ALONE, flight)
 
     def settle(self, flight: Flight) -> None:
         """Wait until all moves that were let go are issued: what comes now comes after them in the

@@ -212,10 +212,10 @@ class CachedParallel(Parallel):
             with tables.stage(APPLY, flight):
                 self._apply(flight)
             tables.return_rows(flight)
-            tables.count(flight)
-            self.statistics.add(flight)
-            self._unread.append(flight)
-            self._read(self.result_delay)
+        tables.count(flight)
+        self.statistics.add(flight)
+        self._unread.append(flight)
+        self._read(self.result_delay)
         if self.result_delay:
             late: Any = LateResult(partial(self._result, flight))
             return late
@@ -326,17 +326,16 @@ class CachedParallel(Parallel):
 
     def _result(self, flight: Flight) -> StepResult:
         """What all ranks know of a step; waits for it, and for those before it."""
-        with self.tables.whole:
-            while flight.result.agreement is None:
-                self._read(len(self._unread) - 1)
+        while flight.result.agreement is None:
+            self._read(len(self._unread) - 1)
         return flight.result.agreement
 
     def _read(self, keep: int) -> None:
-        """Look at the results of steps, in order, but for the last `keep` of them; inside
-        `tables.whole`."""
+        """Look at the results of steps, in order, but for the last `keep` of them."""
         while len(self._unread) > keep:
             flight = self._unread[0]
-            self._agreed(flight)
+            with self.tables.whole:
+                self._agreed(flight)
             self._unread.popleft()
             record(self.clock, flight, self.streams)
 
@@ -375,8 +374,7 @@ class CachedParallel(Parallel):
         Nobody writes unless all ranks have the same last step: an error, on all ranks, if a step
         failed half-way on one of them. After an error that the stream raised they have.
         """
-        with self.tables.whole:
-            self._read(0)
+        self._read(0)
         self.tables.flush(self.applied)
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
@@ -419,8 +417,7 @@ class CachedParallel(Parallel):
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""
-        with self.tables.whole:
-            self._read(0)
+        self._read(0)
         tables, specs = self.tables, self.tables.tables
         dense = held_bytes(self.dense.parameters, self.dense_optimizer)
         values = self.statistics.summary(dense)

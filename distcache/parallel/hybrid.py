@@ -602,7 +602,7 @@ class HybridParallel(Parallel):
         """What the ranks' losses and what they ask for come to."""
         said = words(loss_sum.double() / global_size, asks)
         said = self._link.start_all_gather(said, PLANNING, "loss and control")()
-        self._link.settle("loss and control")
+        self._link.settle("loss and control", self._link.now())
         return agreement(said)
 
     @torch.no_grad()

@@ -168,11 +168,6 @@ class Ingested:
         loops.join_parts(values, self.named.bases, self.named.counts, found)
         return found
 
-    @cached_property
-    def previous(self) -> np.ndarray:
-        """The steps before it that named the rows last, -1 for none, int32 `[U_h]`."""
-        return self.dense(self.named.previous)
-
     def by_part(self) -> Iterator[tuple[int, np.ndarray, slice]]:
         """Each part, its `distinct` rows, and which of the home's in canonical order they are."""
         of = self.named.bases, self.firsts, self.named.counts
@@ -212,6 +207,12 @@ class HomeDecision:
     latest_use: int
     fetch_slots: np.ndarray
     ingested: Ingested | None = None
+
+    @cached_property
+    def previous(self) -> np.ndarray:
+        """The steps before it that named its rows last, -1 for none, int32 `[U_h]`; for sharded
+        rows, of which others are to know."""
+        return self.ingested.dense(self.ingested.named.previous)
 
 
 class Planner:
@@ -535,7 +536,7 @@ class HomePlanner(Planner):
         self._hold(local, step - self._prefetch - 1)
 
     def _unname(self, entry: Ingested) -> None:
-        previous = entry.previous
+        previous = entry.dense(entry.named.previous)
         previous = np.where(previous < -1, -2 - previous, previous)  # see `loops.tell_new`
         for part, rows, span in entry.by_part():
             self._home.index[part, rows, loops.NAMED] = previous[span]

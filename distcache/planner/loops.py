@@ -214,6 +214,15 @@ def local_rows(named: Named, shape: np.ndarray, local: np.ndarray) -> None:
             at += 1
 
 
+@compiled(i8(in4))
+def fold(values: np.ndarray) -> int:
+    """A number that another value, or another order, changes."""
+    found = 0
+    for i in range(len(values)):
+        found += np.int64(values[i]) * (2 * i + 1)
+    return found
+
+
 @compiled(types.void(in4, in8, in8, out4))
 def join_parts(values: np.ndarray, bases: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
     """Those `values` of which each part has `counts` from `bases` on, without gaps."""

@@ -238,7 +238,7 @@ class ShardParts:
 def replies_to_all(decision: HomeDecision) -> list[np.ndarray]:
     """What a home tells each rank about every sharded row that it asked for, int32; see
     `FETCHED`."""
-    about = decision.ingested.previous + np.int32(1)
+    about = decision.previous + np.int32(1)
     about[decision.fetch] |= FETCHED
     return [about[reply] for reply in decision.replies]
 
@@ -282,7 +282,7 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
             return Transfer(slots, to, as_tensor(places), by_piece(places, counts))
         return Transfer(slots, to, as_tensor(places), *arrivals.divide(places))
 
-    goes, comes = own.ingested.previous[flat] > bound, (parts.joined & ~FETCHED) > bound + 1
+    goes, comes = own.previous[flat] > bound, (parts.joined & ~FETCHED) > bound + 1
     return ShardPlan(
         distinct=parts.distinct,
         misses=parts.misses,

@@ -18,7 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcache.data import samplers
-from distcache.data.batch import Batch, JaggedIds, Prefetch, check_ids, unloaded
+from distcache.data.batch import (
+    _MOST,
+    Batch,
+    JaggedIds,
+    Prefetch,
+    check_ids,
+    is_one_each,
+    one_each,
+    unloaded,
+)
 from distcache.data.criteo_folder import bags
 from distcache.data.files import (
     digest_of,
@@ -409,3 +418,22 @@ def test_leaving_early_stops_the_thread():
     with Prefetch(map(deferred, itertools.count())) as ahead:
         assert next(iter(ahead)).index == 0
     assert not any(thread.name.startswith("distcache-load") for thread in threading.enumerate())
+
+
+def test_offsets_of_one_id_each_are_known_by_who_they_are_or_looked_at():
+    """Each of these is looked at but the first; batches of other shapes push it out."""
+    known, equal = one_each(6), torch.arange(7)
+    assert one_each(6) is known and is_one_each(known, 6, look=False)
+    assert is_one_each(equal, 6) and not is_one_each(equal, 6, look=False)
+    assert is_one_each(equal.int(), 6) and is_one_each(torch.arange(14)[::2] // 2, 6)
+    others = torch.tensor([0, 2, 2, 3]), torch.arange(4).float(), torch.arange(4).reshape(2, 2)
+    assert not any(is_one_each(offsets, 3) for offsets in (*others, torch.tensor(3), equal))
+    lengths = torch.tensor([2, 0, 1])  # as many ids as bags
+    jagged = JaggedIds.of_lengths(("f",), torch.arange(3), lengths, None)
+    assert jagged.offsets.tolist() == [0, 2, 2, 3]
+    ones = JaggedIds.of_lengths(("f",), torch.arange(3), torch.ones(3, dtype=torch.int64), None)
+    assert ones.offsets is one_each(3)
+    for count in range(100, 100 + _MOST):
+        one_each(count)
+    assert one_each(6) is not known and is_one_each(known, 6)
+    assert one_each(0).tolist() == [0] and is_one_each(torch.zeros(1, dtype=torch.int64), 0)

@@ -21,6 +21,7 @@ def on_device(positions: torch.Tensor, lengths: list[int], features: int, rows: 
         segments=segments,
         leaf_rows=rows,
         home_counts=(rows,),
+        distinct=rows,
     )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     bags = GroupBags(features, positions.numpy(), offsets, None, None)
@@ -42,3 +43,28 @@ def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:
         found.append((pooled[:, :4], own.grad))
         assert not pooled[:, 4:].any()
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_rows_that_all_are_named_in_their_order_are_summed_where_they_lie() -> None:
+    """Of one rank, and of sharded rows; replicated ones of several are in an order of their own."""
+    rows, positions = 5, torch.tensor([4, 2, 0, 3, 1, 2], dtype=torch.int32)
+    order, segments = segments_of(positions, rows)
+    for homes, distinct, order_is_its_own in (
+        ((5,), 5, True),
+        ((0, 0), 0, True),
+        ((3, 2), 5, False),
+    ):
+        plan = SimpleNamespace(
+            positions=positions,
+            order=order,
+            touched=torch.arange(rows),
+            segments=segments,
+            leaf_rows=rows,
+            home_counts=homes,
+            distinct=sum(homes),
+        )
+        bags = GroupBags(1, positions.numpy(), torch.arange(7), None, None)
+        found = DeviceBags.of(bags, plan, torch.device("cpu"))
+        assert (found.touched is None) == in_order
+        plan.touched = torch.arange(rows - 1)  # a row that only other ranks name
+        assert DeviceBags.of(bags, plan, torch.device("cpu")).touched is not None

@@ -126,7 +126,7 @@ def test_a_home_names_rows_by_shelf_then_by_first_occurrence_over_the_ranks(
         decision = home.plan()
         found = list(dict.fromkeys(np.concatenate(by_rank).tolist()))
         found.sort(key=lambda row: request_loops.shelf_of(row, shape[0]))
-        assert decision.ingested.previous.tolist() == [last[row] for row in found]
+        assert decision.previous.tolist() == [last[row] for row in found]
         assert decision.fetch_rows.tolist() == [row for row in found if last[row] < 0]
         for own, reply, (_, _, places) in zip(by_rank, decision.replies, asked, strict=True):
             assert [found[at] for at in reply[places]] == own.tolist()
@@ -306,6 +306,7 @@ def test_memory_beside_the_index_grows_with_the_batch_alone(world: int) -> None:
 
 PLAN = """
 import sys, numpy as np
+import distcache.data.batch
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner
 home = HomePlanner(RowLayout([TableSpec("t", 9, 4, ("f",))], 1), 0, 3, 1)

@@ -28,7 +28,7 @@ from toy_parallel import TABLES
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import TrainerState
+from distcache.trainer.checkpoint import LossChain, TrainerState, chain_loss
 from distcache.trainer.manifest import BlockReader, Manifest
 
 IDENTITY = dict(
@@ -358,3 +358,13 @@ def test_two_ranks_share_the_writing_and_need_not_all_read(tmp_path):
     assert "could not be written: rank 1" in second["error"] == first["error"]
     assert not (tmp_path / "step_9").exists()
     assert first["first"].startswith("DistcacheError") and "rank 0" in second["first"]
+
+
+def test_a_chain_of_losses_is_the_same_whenever_it_is_looked_at():
+    digest, chain = b"begun", LossChain(b"begun")
+    for step in range(600):
+        digest = chain_loss(digest, step / 7)
+        chain.add(step / 7)
+        if step in (0, 1, 255, 256, 400):
+            assert chain.digest() == digest
+    assert chain.digest() == digest == chain.digest()
