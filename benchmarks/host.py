@@ -69,7 +69,7 @@ class HostOptions:
     ratio: float = option(0.015, "slots as a share of the rows")
     steps: int = option(10, "steps of a turn", least=1)
     repetitions: int = option(4, "turns: first with calls counted, then without", least=1)
-    warmup: int = option(24, "steps before them, in which the slots are filled", least=1)
+    warmup: int = option(24, "steps before, of `batch`, in which the slots are filled", least=1)
     planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
     launch_us: float = option(7.0, "microseconds of a kernel's launch beside a GPU, an estimate")
     against: str = option("", "another checkout, whose training takes turns with this one's")
@@ -98,10 +98,11 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     for about in runs_of(options):
         log.info(" ".join(f"{key}={value}" for key, value in about.items()))
         own = {"model": "dlrm", "lead": 0, "threads": 1, "repetitions": 2 * options.repetitions}
+        own["warmup"] = options.warmup * options.batch // about["batch"]
         own |= about | {"batch": about["ranks"] * about["batch"]}
         of_run = SimpleNamespace(**asdict(options) | own)
         spec = spec_of(about["mode"], of_run, config, overrides)
-        records += trained(options, spec, about)
+        records += trained(options, spec, about, of_run.warmup)
     with opened_world("cpu") as world:
         planner = replace(
             measure_host(world, rows, options.batch, WIDTHS[0]),
@@ -177,9 +178,9 @@ def runs_of(options: HostOptions) -> list[Record]:
     return [dict(zip(names, run, strict=True)) for run in every]
 
 
-def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
+def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> list[Record]:
     """Turns of a run, first with calls counted, and of the other checkout's where there is one; a
-    record for each thread."""
+    record for each thread. `warmup`: steps before, until as many rows leave as come."""
     paths = checkouts(options.against)
     with ExitStack() as stack:
         jobs = {
@@ -187,7 +188,7 @@ def trained(options: HostOptions, spec: Record, about: Record) -> list[Record]:
             for side, path in paths.items()
         }
         for job in jobs.values():
-            job.run(0, options.warmup)
+            job.run(0, warmup)
 
         def turns(how: str) -> dict[str, list[list[Record]]]:
             run = {s: lambda _, job=job: job.run(0, options.steps, how) for s, job in jobs.items()}
@@ -217,6 +218,9 @@ def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record
     for meter in TOLD:
         own -= told_ms[meter] * np.array(of(counted, meter))
     calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
+    if thread == "planning":
+        taken = [of_ranks(ranks, "taken_ms").get("exchange", 0.0) for ranks in alone]
+        calls["exchange_ms"] = spread(taken)
     return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own.clip(0.0)), **calls}
 
 
@@ -232,8 +236,8 @@ def constants(
 
     Training's own work is the median over the runs of `data`; movement's has a part for each row
     that the rank names, to which comes `chunked_s`, and each that its home moves. The planner's are
-    times what it takes beside training, whose caches are colder; what it takes more with several
-    ranks, an exchange takes. Of turns the least counts, without what other load adds.
+    times what it takes beside training, whose caches are colder; what exchanges of several ranks
+    take is timed by itself. Of turns the least counts, without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
@@ -255,8 +259,15 @@ def constants(
     moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
     times = replace(times, training_s=float(np.median(training)), **moving)
     plans = [record for record in here if record["thread"] == "planning"]
-    planned = [[step(r).time.threads.planner, exchange_size(r["ranks"])] for r in plans]
-    factor, exchange_s = fit(planned, [own[id(record)] for record in plans])
+    planned = {id(record): step(record).time.threads.planner for record in plans}
+    alone = [record for record in plans if record["ranks"] == 1] or plans
+    (factor,) = fit([[planned[id(r)]] for r in alone], [own[id(r)] for r in alone])
+    exchanged = [
+        1e-3 * record["exchange_ms"]["min"] / exchange_size(record["ranks"])
+        for record in plans
+        if record["ranks"] > 1
+    ]
+    exchange_s = float(np.median(exchanged)) if exchanged else HOST.exchange_s
     slower = {name: factor * getattr(times, name) for name in PLANNER}
     times = replace(times, **slower, exchange_s=exchange_s)
     for record in plans:
@@ -337,6 +348,7 @@ SECTIONS = (
             Column("on a core", "core_ms", _MS),
             Column("its own", "own_ms", _MS),
             Column("as predicted", "predicted_ms", ".2f"),
+            Column("in exchanges", "exchange_ms", _MS),
             Column("calls", "calls", ",.0f"),
             Column("of the package", "package_calls", ",.0f"),
             Column("NumPy", "numpy_calls", ",.0f"),
@@ -350,8 +362,8 @@ SECTIONS = (
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `listed_s` and `moved_s` are from the table above, its "
         "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks and "
-        "packing these takes, as a device wants them; `exchange_s` is what planners of several "
-        "ranks take more on their cores: waiting for the others is in none. "
+        "packing these takes, as a device wants them; `exchange_s` is what two ranks' exchange "
+        "takes of its thread's core, the median over the runs: waiting for the other is in none. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
