@@ -277,9 +277,7 @@ class DeviceParts:
                 index += 2 * shard.rows
                 rows += (2 * shard.rows + len(shard.slots)) * size
                 moving += (len(shard.fetch_slots) + len(shard.evict_slots)) * of.row_bytes
-        ids: list[Tensor] = []
-        for of in flight.where:
-            of.mapped(lambda tensor: ids.append(tensor) or tensor)
+        ids = [tensor for of in flight.where for tensor in of.tensors()]
         ids += [tensor for part in flight.lookups for bags in part for tensor in bags.tensors()]
         grads = [leaf.grad for leaf in flight.leaves]
         held = nbytes([*flight.leaves, *grads, *all_of(flight.result.sums)])

@@ -238,6 +238,12 @@ class Indices(NamedTuple):
         there = [None if tensor is None else change(tensor) for tensor in own]
         return Indices(*there, shard and shard.mapped(change))
 
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        found: list[Tensor] = []
+        self.mapped(lambda tensor: found.append(tensor) or tensor)
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan(RegionPlan):

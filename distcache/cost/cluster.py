@@ -103,15 +103,15 @@ class HostTimes:
 
 HOST = HostTimes(
     launch_s=7e-6,
-    training_s=0.000716,
+    training_s=7.16e-4,
     planning_s=7.03e-5,
     id_s=1.03e-8,
     named_s=2.66e-8,
     decided_s=2.15e-8,
     fetched_s=6.9e-8,
     placed_s=7.32e-9,
-    exchange_s=0.000841,
-    moving_s=0.000415,
+    exchange_s=8.41e-4,
+    moving_s=4.15e-4,
     listed_s=5e-9,
     moved_s=1.99e-8,
     row_s=1.59e-8,

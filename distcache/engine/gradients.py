@@ -31,7 +31,7 @@ from distcache.errors import ConfigError, PlanError
 from distcache.ops.long_segments import SegmentChunks
 from distcache.ops.reference import by_sample
 from distcache.step_plan import Change, StepPlan
-from distcache.streams import COMMUNICATION, COMPUTE, Mark, Streams
+from distcache.streams import Mark, Streams
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of one all-reduce of the flat dense gradient."""
@@ -554,8 +554,6 @@ class DenseGradients:
         link = self._link
         if link is None:
             raise RuntimeError("sum() joins the ranks first")
-        if link.world.size == 1:
-            return lambda: None
         waits = [link.start_all_reduce(chunk, DENSE, "dense gradients") for chunk in self._chunks]
 
         def finish() -> None:
@@ -637,10 +635,10 @@ class ControlRing:
     finite.
     """
 
-    def __init__(self, link: Link, streams: Streams, delay: int) -> None:
+    def __init__(self, link: Link, streams: Streams, delay: int, stream: str) -> None:
+        """`stream`: of stage `sync`, on which losses and flags travel."""
         world = link.world
-        self._link, self._streams = link, streams
-        self._stream = COMMUNICATION if world.size > 1 else COMPUTE  # of stage `sync`
+        self._link, self._streams, self._stream = link, streams, stream
         pinned = streams.asynchronous
         shape = (delay + 1, world.size, 2)
         self._ring = torch.zeros(shape, dtype=torch.float64, pin_memory=pinned).unbind()

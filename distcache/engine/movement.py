@@ -528,10 +528,8 @@ class Mover:
 
     def _send_there(self, flight: Flight, bags: Sequence[DeviceBags], device: torch.device) -> None:
         """Bring the flight's batch, the index tensors of its plans, and `bags` to the device."""
-        given = [flight.dense, flight.labels, *chain(*[of.tensors() for of in bags])]
-        for of in flight.where:
-            of.mapped(lambda tensor: given.append(tensor) or tensor)
-        every = {id(tensor): tensor for tensor in given}
+        indices = chain(*[of.tensors() for of in (*bags, *flight.where)])
+        every = {id(tensor): tensor for tensor in (flight.dense, flight.labels, *indices)}
         common = {id(tensor): tensor for of in bags for tensor in of.common}
         kept = {key: both[1] for key, both in self._common.items() if key in common}
         there = dict(kept)

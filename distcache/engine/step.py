@@ -16,7 +16,7 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 | `scatter` | t+P | movement | host | that buffer | store[evict_rows] |
 | `share_late` | t | training | communication | the homes' rows | the other sharded rows |
 | `forward_backward` | t | training | compute | leaves, dense part | row and dense gradients |
-| `sync` | t | training | communication | gradients | their sums over the ranks |
+| `sync` | t | training | communication, of one rank compute | gradients | sums over the ranks |
 | `apply` | t | training | compute | sums | cache rows with state, dense part |
 | `return_rows` | t | training | communication | the homes' new rows | cache rows of all ranks |
 

@@ -137,6 +137,8 @@ class CachedTables:
         """Whether rows move on a thread of their own."""
         self.stream: StepStream | None = None
         """The last that was begun, whose threads may have ended."""
+        self.sync = SYNC if world.size > 1 else SYNC_ALONE
+        """The stage in which gradients and results go to all ranks."""
         self.last_step, self.failed, self._stale = -1, False, False
         self.whole = Whole(self)
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
@@ -329,7 +331,7 @@ class CachedTables:
         """The exchange of a step's gradients with all ranks, after the moves that come before it
         in the order of the device group."""
         self.settle(flight)
-        return self.stage(SYNC if self.world.size > 1 else SYNC_ALONE, flight)
+        return self.stage(self.sync, flight)
 
     def settle(self, flight: Flight) -> None:
         """Wait until all moves that were let go are issued: what comes now comes after them in the

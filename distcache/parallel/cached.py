@@ -118,7 +118,8 @@ class CachedParallel(Parallel):
         self.dense = DenseGradients(self.model, link=self.link)
         delay = settings.result_delay
         self.result_delay = _DELAY * self.streams.asynchronous if delay is None else delay
-        self._control = ControlRing(self.link, self.streams, self.result_delay)
+        how = self.result_delay, self.tables.sync.stream
+        self._control = ControlRing(self.link, self.streams, *how)
         self._graph: DenseGraph | None = None
         self._records = _GRAPHS * (settings.cuda_graph and self.streams.ordered)
         """How many graphs may yet be made, each of steps of a shape that the one before is not

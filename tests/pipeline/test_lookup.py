@@ -11,18 +11,23 @@ from distcache.engine.gradients import DeviceBags, PooledLookup
 from distcache.engine.groups import GroupBags
 
 
-def on_device(positions: torch.Tensor, lengths: list[int], features: int, rows: int) -> DeviceBags:
-    """Bags of these lengths, feature by feature, whose ids are at these of `rows` leaf rows."""
+def plan_of(positions: torch.Tensor, rows: int, home_counts: tuple[int, ...]) -> SimpleNamespace:
+    """What a lookup reads of a plan whose ids are at these of `rows` leaf rows, all named."""
     order, segments = segments_of(positions, rows)
-    plan = SimpleNamespace(
+    return SimpleNamespace(
         positions=positions,
         order=order,
         touched=torch.arange(rows),
         segments=segments,
         leaf_rows=rows,
-        home_counts=(rows,),
-        distinct=rows,
+        home_counts=home_counts,
+        distinct=sum(home_counts),
     )
+
+
+def on_device(positions: torch.Tensor, lengths: list[int], features: int, rows: int) -> DeviceBags:
+    """Bags of these lengths, feature by feature, whose ids are at these of `rows` leaf rows."""
+    plan = plan_of(positions, rows, (rows,))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     bags = GroupBags(features, positions.numpy(), offsets, None, None)
     found = DeviceBags.of(bags, plan, torch.device("cpu"))
@@ -48,17 +53,8 @@ def test_single_ids_and_the_same_as_jagged_bags_have_the_same_bits() -> None:
 def test_rows_that_all_are_named_in_their_order_are_summed_where_they_lie() -> None:
     """Of one rank, and of sharded rows; replicated ones of several are in an order of their own."""
     rows, positions = 5, torch.tensor([4, 2, 0, 3, 1, 2], dtype=torch.int32)
-    order, segments = segments_of(positions, rows)
     for homes, in_order in (((5,), True), ((0, 0), True), ((3, 2), False)):
-        plan = SimpleNamespace(
-            positions=positions,
-            order=order,
-            touched=torch.arange(rows),
-            segments=segments,
-            leaf_rows=rows,
-            home_counts=homes,
-            distinct=sum(homes),
-        )
+        plan = plan_of(positions, rows, homes)
         bags = GroupBags(1, positions.numpy(), torch.arange(7), None, None)
         found = DeviceBags.of(bags, plan, torch.device("cpu"))
         assert (found.touched is None) == in_order
