@@ -1,10 +1,11 @@
 """The look-ahead planner at work: batches in, planned steps out, on a thread of its own.
 
-Where several threads plan, one of them reads the next batch, and finds what it names, while this
-one plans the step before.
+Where several threads plan, one of them reads the next batch, and finds what it names, and another
+talks with the other ranks, while this one plans the steps before.
 All ranks run the same loop over the planning group. A step is decided exactly when the ids through
 step + L are known or the stream has ended, never from what happens to have arrived; the homes tell
-their decisions in the exchange that brings the rows of the step after those.
+their decisions in an exchange that begins while the rows of the one before it are taken in, and
+brings those of the step after.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +39,9 @@ from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 log = logging.getLogger(__name__)
 
-LANE, READING_LANE = "planner", "reading"
-"""Where planning runs, and what a thread beside it reads ahead, for spans."""
+LANE, READING_LANE, TALKING_LANE = "planner", "reading", "talking"
+"""Where planning runs, what a thread beside it reads ahead, and what another exchanges with the
+other ranks, for spans."""
 
 Share = Callable[[Link, Batch | None], Batch | None]
 """What ranks do together with the batches that they have just read."""
@@ -64,6 +67,15 @@ class Region:
     group: int
     planner: Planner
     sharded: bool = False
+
+
+class Talk(NamedTuple):
+    """An exchange that has begun: this rank's part of what is asked for and of what is decided, and
+    what returns what it told."""
+
+    asking: Part | None
+    deciding: Part | None
+    told: Callable[[], Told]
 
 
 def home_regions(
@@ -145,6 +157,8 @@ class StreamPlanner:
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
         self.threads = threads or Threads(settings.planner_threads)
+        among = min(self.threads.count, link.world.size, 2)  # one rank alone has nobody to talk to
+        self._talking = Threads(among, "distcache-talk")
         parts: list[list[Parts | None]] = [[None, None] for _ in groups]
         for region in regions:
             region.planner.threads = self.threads
@@ -165,29 +179,51 @@ class StreamPlanner:
         none), by all ranks, and returns what is planned. `ahead=False` uses a window of L = 0
         (planning inline). Raises what went wrong, on every rank after the same step.
         """
-        window = self.settings.lookahead if ahead else 0
+        window, share = self.settings.lookahead if ahead else 0, getattr(batches, "share", None)
+        # What ranks do together with a batch keeps its place among their exchanges; and without a
+        # window nothing is read beyond the step that is decided.
+        alone = window == 0 or share is not None
+        reading, talking = (ALONE, ALONE) if alone else (self.threads, self._talking)
+        asked = self._asked(batches, stop, share, reading)
+        early = window > 0 and self.link.world.size > 1
         waiting: deque[Flight] = deque()
-        failure: BaseException | None = None
-        for asking in self._asked(batches, stop, window > 0):
-            due = waiting.popleft() if len(waiting) > window > 0 else None
-            verdict, planned = self._exchanged(asking, due, len(waiting) >= window > 0)
-            if verdict.status is Status.STOP:
-                self._after_stop(verdict, stop)
-                return
-            if planned is not None:
-                yield planned
-            if asking.flight is None or verdict.status is not Status.OK:
-                failure = self._why_ended(asking, verdict)
-                if due is not None and planned is None:  # one rank failed, and one stops
-                    waiting.clear()
-                break
-            waiting.append(asking.flight)
-            if window == 0:
-                yield self._decide(waiting.popleft())
-        while waiting:
-            yield self._decide(waiting.popleft())
+        ready, failure = None, None
+        talk = self._begun(talking, next(asked), None)
+        while talk is not None:
+            over, told = talk, talk.told()
+            if told.asked.status is Status.STOP:
+                return self._after_stop(told.asked, stop)
+            self._require_decided(over, told)
+            if told.asked.status is not Status.OK:
+                failure = self._why_ended(over, told)
+                asked.close()
+                window, early = 0, False
+            if early:  # several ranks exchange the next rows while each works on these
+                talk, ready = self._begun(talking, next(asked), ready), None
+            planned = self._planned(over, told)
+            waiting += self._taken_in(over, told, len(waiting) >= window > 0)
+            yield from planned
+            if ready is None and len(waiting) > window:
+                ready = self._deciding(waiting.popleft())
+            if not early:
+                asking = next(asked, None) if window > 0 or ready is None else None
+                talk, ready = self._begun(talking, asking, ready), None
         if failure is not None:
             raise failure
+
+    def settle(self) -> None:
+        """Wait until no batch is being read any more, and no exchange made."""
+        self.threads.settle()
+        self._talking.settle()
+
+    def runs_here(self) -> bool:
+        """Whether the caller is a thread beside the one that plans."""
+        return self.threads.run_here() or self._talking.run_here()
+
+    def close(self) -> None:
+        """End its threads."""
+        self.threads.close()
+        self._talking.close()
 
     def restore(self, step: int, held: Callable[[int, slice], np.ndarray]) -> None:
         """Forget undecided and unmoved plans: go on after `step` from what the device holds.
@@ -202,16 +238,14 @@ class StreamPlanner:
     # --- a step is asked for -----------------------------------------------------------------
 
     def _asked(
-        self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool
+        self,
+        batches: Iterable[Batch],
+        stop: Callable[[], bool],
+        share: Share | None,
+        threads: Threads,
     ) -> Iterator[Part]:
-        """This rank's part of each step, up to the first without rows.
-
-        `ahead`: the next one may be made meanwhile, on another thread. Without a window nothing is
-        read beyond the step that is decided; and what ranks do together with a batch keeps its
-        place among their exchanges.
-        """
-        share = getattr(batches, "share", None)
-        threads = self.threads if ahead and share is None else ALONE
+        """This rank's part of each step, up to the first without rows; the next is made meanwhile,
+        where there is a thread for it."""
         iterator = chain.from_iterable([batches])  # which the thread that reads makes, too
         ask = partial(threads.begin, self._ask, iterator, stop, share)
         part, asked = None, ask(self.ingested)
@@ -257,52 +291,58 @@ class StreamPlanner:
         flight.note("ingest", READING_LANE if self.threads.run_here() else LANE, began)
         return Part(step, flight=flight)
 
-    def _exchanged(
-        self, asking: Part | None, due: Flight | None, decide: bool = False
-    ) -> tuple[Verdict, Flight | None]:
-        """Bring the rows of what is asked for, if all ranks have some, to their homes, and decide
-        `due`: what all ranks say of the first, and the second planned unless one of them stops.
-        `decide`: the step after `due` is the next to be decided, without another that is asked
-        for."""
-        asked, deciding = asking and asking.flight, None
-        if due is not None and asking is not None and asking.status is Status.STOP:
-            deciding = Part(due.step, Status.STOP)
-        elif due is not None:
-            deciding = self._deciding(due)
+    def _begun(self, threads: Threads, asking: Part | None, ready: Part | None) -> Talk | None:
+        """The exchange of what is asked for and of decisions, if there are any: made meanwhile,
+        where there is a thread for it, or else when it is wanted."""
+        if asking is None and ready is None:
+            return None
+        if ready is not None and asking is not None and asking.status is Status.STOP:
+            ready = Part(ready.step, Status.STOP)
+        return Talk(asking, ready, threads.begin(self._exchanged, asking, ready))
+
+    def _exchanged(self, asking: Part | None, deciding: Part | None) -> Told:
+        """Bring the rows of what is asked for, if all ranks have some, to their homes, and the
+        decisions of this one to all; what all ranks say."""
         began = time.perf_counter()
         told = self._exchange.exchange(asking, deciding)
+        asked, due = (part and part.flight for part in (asking, deciding))
+        if (counted := asked or due) is not None:
+            counted.planning_bytes += told.sent
         if (about := due or asked) is not None:
-            about.note("plan_exchange", LANE, began)
-        if asked is not None and told.asked.status is Status.OK:
-            asked.planning_bytes = told.sent
-            self._ingest(asked, told, decide)
-        elif asking is None and due is not None:
-            due.planning_bytes += told.sent
-        if due is None or deciding is None or told.decided is None:
-            return told.asked, None
-        return told.asked, self._planned(due, deciding, told, told.decided)
+            lane = TALKING_LANE if self._talking.run_here() else LANE
+            about.note("plan_exchange", lane, began)
+        return told
 
-    def _ingest(self, flight: Flight, told: Told, decide: bool) -> None:
-        """Take in what all ranks name of this home's rows."""
-        began, alone = time.perf_counter(), self.link.world.size == 1
+    def _taken_in(self, over: Talk, told: Told, decide: bool) -> list[Flight]:
+        """The step that was asked for, if all ranks have one: what all of them name of this home's
+        rows is known then. `decide`: the oldest step before it is the next to be decided."""
+        if over.asking is None or over.asking.flight is None or told.asked.status is not Status.OK:
+            return []
+        flight, alone = over.asking.flight, self.link.world.size == 1
+        began = time.perf_counter()
         for region, *named in zip(self.regions, told.named, told.counts, strict=True):
             region.planner.ingest(flight.step, flight.batch.kind, *named, decide, once=alone)
         if flight.batch.global_size == UNKNOWN:
             flight.batch = flight.batch.among(told.samples, self.link.world.rank)
         flight.note("ingest", LANE, began)
         self.ingested += 1
+        return [flight]
 
-    def _why_ended(self, asking: Part, verdict: Verdict) -> BaseException | None:
-        """What to raise once the steps before the end are planned."""
+    def _why_ended(self, over: Talk, told: Told) -> BaseException | None:
+        """What to raise once the steps before the end are planned. Raises it where one rank stops,
+        with which none is decided any more."""
+        verdict, failure = told.asked, None
         if verdict.status is Status.ERROR:
-            return asking.error or _peer_error(verdict)
-        if asking.status is Status.OK:
+            failure = over.asking.error or _peer_error(verdict)
+            if over.deciding is not None and told.decided is None:
+                raise failure
+        elif over.asking.status is Status.OK:
             log.warning(
                 "the data of %s ended after %d batches, this rank's did not: all ranks end there",
                 ", ".join(f"rank {rank}" for rank in verdict.ranks),
-                asking.step,
+                over.asking.step,
             )
-        return None
+        return failure
 
     def _after_stop(self, verdict: Verdict, stop: Callable[[], bool]) -> None:
         """Return once this rank stops as well; PeerError if it does not, as another one failed
@@ -320,13 +360,6 @@ class StreamPlanner:
             )
 
     # --- a step is decided -------------------------------------------------------------------
-
-    def _decide(self, flight: Flight) -> Flight:
-        """Decide one step with all other homes, and nothing else."""
-        planned = self._exchanged(None, flight)[1]
-        if planned is None:
-            raise RuntimeError(f"an exchange told nothing of step {flight.step}")
-        return planned
 
     def _deciding(self, flight: Flight) -> Part:
         """This home's part of the decisions on a step, whose batch is read before: none, and why,
@@ -352,12 +385,23 @@ class StreamPlanner:
         flight.note("plan", LANE, began)
         return Part(flight.step, status, flight, error, rows, decisions)
 
-    def _planned(self, flight: Flight, deciding: Part, told: Told, verdict: Verdict) -> Flight:
-        """A step with its plans; raises on every rank if one of the homes could not decide it."""
-        if verdict.status is Status.TOO_LARGE:
-            raise too_large(flight.step, flight.batch.kind, self.groups, told.rows, self.regions)
-        if verdict.status is not Status.OK:
-            raise deciding.error or _peer_error(verdict)
+    def _require_decided(self, over: Talk, told: Told) -> None:
+        """Raise on every rank if one of the homes could not decide a step."""
+        deciding = over.deciding
+        if deciding is None or deciding.flight is None or told.decided is None:
+            return
+        if told.decided.status is Status.TOO_LARGE:
+            kind = deciding.flight.batch.kind
+            raise too_large(deciding.step, kind, self.groups, told.rows, self.regions)
+        if told.decided.status is not Status.OK:
+            raise deciding.error or _peer_error(told.decided)
+
+    def _planned(self, over: Talk, told: Told) -> list[Flight]:
+        """The step that all homes have decided, if there is one, with its plans."""
+        deciding = over.deciding
+        if deciding is None or deciding.flight is None or told.decided is None:
+            return []
+        flight = deciding.flight
         try:
             began = time.perf_counter()
             for group, slots in enumerate(self.slots):
@@ -375,7 +419,7 @@ class StreamPlanner:
             raise
         flight.planning_bytes += told.decision_bytes
         flight.requests, flight.asked = [], []
-        return flight
+        return [flight]
 
     def _plan(self, group: int, flight: Flight, deciding: Part, told: Told) -> StepPlan:
         """The plan of one group from the decisions on its regions."""

@@ -150,7 +150,7 @@ class StepStream:
     def runs_here(self) -> bool:
         """Whether the caller is one of its own threads."""
         own = threading.current_thread() in (self._plans, self._movement)
-        return own or self._planner.threads.run_here()
+        return own or self._planner.runs_here()
 
     # --- the planner's thread ---------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class StepStream:
                 # so this rank may not exchange them at all.
                 self._broken = self._error
             self._tell_all()
-        self._planner.threads.settle()  # no batch is being read once this thread has ended
+        self._planner.settle()  # no batch is being read once this thread has ended
 
     def _put(self, flight: Flight) -> None:
         """Hand in a planned step; waits for room, and drops it once stopping."""

@@ -519,7 +519,7 @@ class CachedTables:
 
     def release(self) -> list[RowStore]:
         """End, once no stream is open, and hand over the stores; safe to call twice."""
-        self.planner.threads.close()
+        self.planner.close()
         with suppress(RuntimeError):  # of a device that has failed, and has said so
             self.streams.drain()  # rows of steps that nobody ran may still be on their way
         return [rows.store for rows in self.rows if rows.store is not None]

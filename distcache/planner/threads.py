@@ -47,16 +47,16 @@ class Shared:
 
 
 class Threads:
-    """Runs the parts of a home on `count` threads, this one among them.
+    """Runs the parts of a home on `count` threads, this one among them; the others have a `name`.
 
     Each of the others takes calls from a queue of its own: those of a pool take several times as
     long to begin.
     """
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, name: str = "distcache-part") -> None:
         self.count = count
         queues = [SimpleQueue[Any]() for _ in range(count - 1)]
-        how: dict[str, Any] = {"target": _work, "name": "distcache-part", "daemon": True}
+        how: dict[str, Any] = {"target": _work, "name": name, "daemon": True}
         self._threads = [Thread(args=(asked,), **how) for asked in queues]
         for thread in self._threads:
             thread.start()

@@ -99,9 +99,9 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
             assert one["ts"] + one["dur"] <= other["ts"] + 0.01, "a lane does one thing at a time"
         kinds = {e["args"]["step"]: e["args"]["kind"] for e in events}
         assert kinds == {step: ("train", "eval")[step % 2] for step in steps}
-        alone = ["ingest", "plan_exchange"]  # nothing to decide yet, with L = 2
+        alone = ["ingest", "plan_exchange"]  # nothing to tell yet, with L = 2
         expected = {
-            "planner": {s: alone + PLANNING[1:] if s <= 2 else PLANNING for s in steps},
+            "planner": {s: alone + PLANNING[1:] if s <= 3 else PLANNING for s in steps},
             "movement": dict.fromkeys(steps, MOVEMENT),
             "training": {step: own + (["forward"] if step % 2 else LOOP) for step in steps},
         }

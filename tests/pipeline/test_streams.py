@@ -32,6 +32,7 @@ from torch import Tensor
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
 from distcache.engine.exchange import Part, Status, Told
+from distcache.engine.planning import Talk
 from distcache.engine.queue import SWITCH_S, quick_switches
 from distcache.errors import PeerError
 from distcache.parallel import cached as cached_modes
@@ -115,14 +116,15 @@ def spoken(world: World) -> list[list[str]]:
 
 
 def test_rows_and_decisions_travel_together() -> None:
-    """Without a window each step is decided before the next one is asked for."""
+    """Without a window each step is decided before the next one is asked for; with one, told while
+    the rows of a later one are taken in."""
 
     def both(steps: range, times: int = 1) -> list[str]:
         return [f"{what} of step {step}" for step in steps for what in ("header", "plans") * times]
 
-    # Step 3 is decided with the word that there is no step 6; the last two when that is known.
-    end = ["header of step 6", "plans of step 3"]
-    window = both(range(STEPS)) + end + both(range(4, 6))
+    # Step 2 is told with the word that there is no step 6; the last three when that is known.
+    end = ["header of step 6", "plans of step 2"]
+    window = both(range(STEPS)) + end + both(range(3, 6))
     none = [*both(range(STEPS), 2), f"header of step {STEPS}"]
     assert run_ranks(alone, 2, spoken) == [[window, none]] * 2
 
@@ -232,7 +234,8 @@ class Plan:
         self.kind = ""  # every other plan is of a placement
         if seed % 2:
             self.mode, self.kind = "data", KINDS[seed // 2 % len(KINDS)]
-        self.threads = 1 + seed // 2 % 3  # that plan
+        self.threads = [1 + (seed // 2 + rank) % 3 for rank in range(world)]
+        """Of each rank that plan."""
 
     @property
     def steps(self) -> int:
@@ -264,7 +267,11 @@ class Plan:
 
 
 def one(world: World, plan: Plan) -> tuple:
-    how = {"mode": plan.mode, "policy": Policy(plan.policy), "planner_threads": plan.threads}
+    how = {
+        "mode": plan.mode,
+        "policy": Policy(plan.policy),
+        "planner_threads": plan.threads[world.rank],
+    }
     if plan.kind:
         how |= {"placement": placement_of(plan.kind, CASE), "slots": (48, 12)}
     mode = make(world, plan.lookahead, plan.prefetch, **how)
@@ -380,6 +387,43 @@ def test_a_thread_beside_the_planner_reads_while_it_plans(world, count) -> None:
     twin = make(world)
     assert losses == train(twin, batches(world, range(STEPS)))
     twin.close()
+
+
+def talk(world: World) -> tuple:
+    """With two threads on rank 0 and one on rank 1, of each step: whether the exchange after it had
+    begun before its own rows were taken in; the threads that exchange; the losses."""
+    count, begun, names = 2 - world.rank, list[int](), set[str]()
+    mode, more = make(world, planner_threads=count), threading.Condition()
+    planner, beside = mode.tables.planner, []
+    plain_exchange, plain_taking = planner._exchange.exchange, planner._taken_in
+
+    def exchanged(asking: Part | None, deciding: Part | None) -> Told:
+        names.add(threading.current_thread().name)
+        with more:
+            begun.extend([asking.step] if asking else [])
+            more.notify_all()
+        return plain_exchange(asking, deciding)
+
+    def taken_in(over: Talk, *told: object) -> list:
+        if over.asking is not None and over.asking.flight is not None:
+            with more:
+                following = over.asking.step + 1
+                limit_s = 30 if count > 1 else 0
+                beside.append(more.wait_for(lambda: following in begun, limit_s))
+        return plain_taking(over, *told)
+
+    planner._exchange.exchange, planner._taken_in = exchanged, taken_in
+    losses = train(mode, batches(world, range(STEPS)))
+    mode.close()
+    return beside, names, losses
+
+
+def test_a_thread_beside_the_planner_talks_while_it_plans() -> None:
+    """Also where another rank's planner has none: all say the same in the same order."""
+    one, other = run_ranks(alone, 2, talk)
+    assert one[:2] == ([True] * STEPS, {"distcache-talk"})
+    assert other[:2] == ([False] * STEPS, {"distcache-planner"})
+    assert one[2] == other[2]
 
 
 def read_on(world: World) -> tuple:
