@@ -188,7 +188,8 @@ def host_seconds(
     """What the threads of a rank's host take for a step, and the bytes of its index tensors.
 
     A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
-    no decision. Of replicated rows every rank's plan has all.
+    no decision. Of replicated rows every rank's plan has all. Where several threads plan, another
+    exchanges the next rows meanwhile.
     """
     world, groups = demand.world_size, len(demand.groups)
     ids = sum(group.lookups for group in demand.groups)
@@ -198,7 +199,8 @@ def host_seconds(
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
-    planner += threads.exchange_s * exchange_size(world)
+    exchange, beside = threads.exchange_s * exchange_size(world), threads.planner_threads > 1
+    planner = max(planner, exchange) if beside else planner + exchange
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     mover = threads.moving_s + threads.listed_s * demand.rank_rows

@@ -57,9 +57,9 @@ def lookahead(
     `ebc`: a collection, several, or a module with some, which then are read ahead together.
 
     Reads L + P + 1 optimizer steps ahead (`lookahead` and `prefetch` of the collection; P with
-    L = 0), with a GPU, beside which several threads plan, one more, and yields every batch as it
-    is. Each must go through the model in this order; a batch that is skipped or changed raises
-    PlanError. `accumulate=k`: k batches make one optimizer step.
+    L = 0), two more with several ranks, and with a GPU, beside which several threads plan, one
+    more, and yields every batch as it is. Each must go through the model in this order; a batch
+    that is skipped or changed raises PlanError. `accumulate=k`: k batches make one optimizer step.
     `ids(batch)` gives a batch's `KeyedJaggedTensor`, or, for a module with torch.nn's arguments,
     what it is called with, `input` or `(input, offsets)`; without it, the batch is looked through;
     `ids={module: function}` where several read it. Iterators of different length end where the

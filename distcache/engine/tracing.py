@@ -26,7 +26,7 @@ from distcache.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LANES = ("training", "movement", "planner", "reading")
+LANES = ("training", "movement", "planner", "reading", "talking")
 """Lanes in the order in which they are shown."""
 
 

@@ -72,6 +72,14 @@ def test_more_threads_plan_faster_until_something_else_binds() -> None:
         assert (found[2].binds == "planner") == (serial > 0)
 
 
+def test_an_exchange_is_beside_planning_where_several_threads_plan() -> None:
+    for exchange_s in (0.5, 2.0):
+        times = HostTimes(planning_s=1.0, exchange_s=exchange_s)
+        for threads, took in ((1, 1.0 + 1.3 * exchange_s), (2, max(1.0, 1.3 * exchange_s))):
+            found = predicted(SHARDED, replace(times, planner_threads=threads)).time.threads.planner
+            assert found == pytest.approx(took)  # four ranks exchange 1.3 as long as two
+
+
 def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
     """A home decides on a W-th of the rows that ranks touch; a plan has all of them where they are
     replicated, and those that its rank names where they are sharded."""
@@ -112,10 +120,11 @@ def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> 
 
 
 def test_resident_rows_need_no_decision_and_do_not_move() -> None:
-    found = predicted(RESIDENT, HOST)
+    times = replace(HOST, exchange_s=0.0)
+    found = predicted(RESIDENT, times)
     assert found.hits.fetched == found.hits.written_back == 0
     assert found.traffic.host_in == found.traffic.host_out == 0 < found.traffic.index_bytes
-    data = predicted(REPLICATED, HOST)
+    data = predicted(REPLICATED, times)
     assert found.time.threads.planner < data.time.threads.planner
     assert found.time.threads.mover < data.time.threads.mover
     assert found.device_bytes > data.device_bytes

@@ -71,10 +71,13 @@ def by_step(events: list[dict]) -> dict[int, list[str]]:
     return dict(steps)
 
 
-def traced(rank: int, size: int, folder: str, fail: int | None, schedule: str) -> str:
+def traced(
+    rank: int, size: int, folder: str, fail: int | None, schedule: str, threads: int = 1
+) -> str:
     """Train with evaluations in between, traced; what the run raised."""
     world = open_world("cpu", "gloo", 60)
-    mode = make(world, schedule=schedule, model=Raises(fail if rank == size - 1 else None))
+    model = Raises(fail if rank == size - 1 else None)
+    mode = make(world, schedule=schedule, model=model, planner_threads=threads)
 
     def run() -> None:
         with tracing(world, Path(folder), mode.watch):
@@ -111,6 +114,19 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
         assert one["ts"] + one["dur"] > other["ts"] and other["ts"] + other["dur"] > one["ts"]
     waits = [e for e in spans["rank 0", "training"] if e["cat"] == WAIT]
     assert {e["args"]["step"] for e in waits} == set(steps)
+
+
+def test_what_threads_beside_the_planner_do_has_lanes_of_its_own(tmp_path) -> None:
+    assert run_ranks(traced, 2, str(tmp_path), None, "overlapped", 2) == ["", ""]
+    spans, steps = spans_of(read(tmp_path)), range(12)
+    for rank in range(2):
+        reading, talking, planner = (
+            by_step(spans[f"rank {rank}", lane]) for lane in ("reading", "talking", "planner")
+        )
+        assert reading == {s: ["ingest"] for s in steps}
+        # Of the first steps, as none is told of yet, exchanges are their own.
+        assert talking == {s: ["plan_exchange"] * (1 + (s <= 3)) for s in steps}
+        assert planner == {s: ["ingest", "load", "plan", "plan"] for s in steps}
 
 
 def test_a_rank_that_fails_leaves_the_steps_before_it_of_all_ranks(tmp_path) -> None:
@@ -165,7 +181,7 @@ def test_times_are_microseconds_since_the_start(tmp_path) -> None:
         assert sum(applies, ()) == pytest.approx(sum(expected, ()), abs=2_000)
     threads = [e["tid"] for e in found if e["name"] == "thread_name"]
     processes = [e["pid"] for e in found if e["name"] == "process_name"]
-    assert len(set(threads)) == 8 and len(set(processes)) == 2 and 0 not in processes
+    assert len(set(threads)) == 10 and len(set(processes)) == 2 and 0 not in processes
 
 
 def test_what_a_killed_rank_wrote_is_kept(tmp_path) -> None:

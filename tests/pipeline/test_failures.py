@@ -82,9 +82,9 @@ def full() -> None:
 
 
 def drawn(world: World, what: str, never: threading.Event):
-    """Batches: the seventh of rank 0 does not come, or the fifth of rank 1 cannot be loaded."""
+    """Batches: the ninth of rank 0 does not come, or the fifth of rank 1 cannot be loaded."""
     for batch in batches(world, range(20)):
-        if world.rank == 0 and what == "no data" and batch.index == 6:
+        if world.rank == 0 and what == "no data" and batch.index == 8:
             never.wait(40)
         bad = world.rank == 1 and what == "load" and batch.index == 4
         yield replace(batch, load=full) if bad else batch
