@@ -34,7 +34,7 @@ from distcache.cli.plan_run import PLANNER, Options, measure_host, parse_request
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
-from distcache.cost.predict import Prediction, Settings, exchange_size, predict
+from distcache.cost.predict import Prediction, Settings, predict
 from distcache.cost.traffic import REPLICATED, RESIDENT, TABLE_WISE
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.gradients import packed
@@ -174,7 +174,8 @@ def runs_of(options: HostOptions) -> list[Record]:
     every = [("data", *of, options.batch) for of in product(options.optimizers, options.ranks)]
     every += [("resident", first, ranks, options.batch) for ranks in options.ranks]
     small = round(SHARES[0] * options.batch)
-    every += [(mode, first, options.ranks[0], small) for mode in ("data", "resident")]
+    every += [("data", first, ranks, small) for ranks in options.ranks]
+    every += [("resident", first, options.ranks[0], small)]
     return [dict(zip(names, run, strict=True)) for run in every]
 
 
@@ -237,12 +238,13 @@ def constants(
     Training's own work is the median over the runs of `data`; movement's has a part for each row
     that the rank names, to which comes `chunked_s`, and each that its home moves. The planner's are
     times what it takes beside training, whose caches are colder; what exchanges of several ranks
-    take is timed by itself. Of turns the least counts, without what other load adds.
+    take is timed by itself, and has a part for each number that is told. Of turns the least counts,
+    without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
     own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
-    times = replace(planner, planner_threads=1, exchange_s=0.0)
+    times = replace(planner, planner_threads=1, exchange_s=0.0, told_s=0.0)
 
     def step(record: Record, times: HostTimes = times) -> Prediction:
         kind = REPLICATED if record["mode"] == "data" else RESIDENT
@@ -251,6 +253,10 @@ def constants(
     def moved(record: Record) -> list[float]:
         times = HostTimes(listed_s=1.0), HostTimes(moved_s=1.0)
         return [1.0, *[step(record, of).time.threads.mover for of in times]]
+
+    def told(record: Record) -> list[float]:
+        times = HostTimes(exchange_s=1.0), HostTimes(told_s=1.0)
+        return [step(record, of).time.threads.planner for of in times]
 
     training = [own[id(r)] for r in data if r["thread"] == "training"]
     moves = [record for record in here if record["thread"] == "movement"]
@@ -262,14 +268,13 @@ def constants(
     planned = {id(record): step(record).time.threads.planner for record in plans}
     alone = [record for record in plans if record["ranks"] == 1] or plans
     (factor,) = fit([[planned[id(r)]] for r in alone], [own[id(r)] for r in alone])
-    exchanged = [
-        1e-3 * record["exchange_ms"]["min"] / exchange_size(record["ranks"])
-        for record in plans
-        if record["ranks"] > 1
-    ]
-    exchange_s = float(np.median(exchanged)) if exchanged else HOST.exchange_s
+    among = [record for record in plans if record["ranks"] > 1]
+    exchanged = [HOST.exchange_s, HOST.told_s]
+    if among:
+        exchanged = fit([told(r) for r in among], [1e-3 * r["exchange_ms"]["min"] for r in among])
     slower = {name: factor * getattr(times, name) for name in PLANNER}
-    times = replace(times, **slower, exchange_s=exchange_s)
+    slower |= zip(("exchange_s", "told_s"), exchanged, strict=True)
+    times = replace(times, **slower)
     for record in plans:
         record["predicted_ms"] = 1e3 * step(record, times).time.threads.planner
     return replace(times, planner_threads=options.planner_threads)
@@ -362,8 +367,8 @@ SECTIONS = (
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s`, `moving_s`, `listed_s` and `moved_s` are from the table above, its "
         "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks and "
-        "packing these takes, as a device wants them; `exchange_s` is what two ranks' exchange "
-        "takes of its thread's core, the median over the runs: waiting for the other is in none. "
+        "packing these takes, as a device wants them; `exchange_s` and `told_s` are what an "
+        "exchange takes of its thread's core, waiting for the other ranks left out. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),

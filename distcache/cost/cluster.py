@@ -78,7 +78,8 @@ class HostTimes:
     of a distinct row that ranks name to a home, `decided_s` of one that a home decides on,
     `fetched_s` of one that it fetches, `placed_s` of one that a rank's plan has; `serial`: the
     share of all these that the planner's thread does alone, `planner_threads`: k, which share the
-    rest; `exchange_s`: of an exchange of two ranks, at the same time where k > 1. Movement:
+    rest; `exchange_s`: of an exchange of two ranks, `told_s` of a number that it tells others, at
+    the same time where k > 1. Movement:
     `moving_s` of a step, `listed_s` of a distinct row that the rank names, `moved_s` of one that
     its home fetches or writes back, `row_s` of one gathered or scattered. `name`: where the numbers
     come from.
@@ -93,6 +94,7 @@ class HostTimes:
     fetched_s: float = 0.0
     placed_s: float = 0.0
     exchange_s: float = 0.0
+    told_s: float = 0.0
     moving_s: float = 0.0
     listed_s: float = 0.0
     moved_s: float = 0.0
@@ -111,7 +113,8 @@ HOST = HostTimes(
     decided_s=2.15e-8,
     fetched_s=6.9e-8,
     placed_s=7.32e-9,
-    exchange_s=8.41e-4,
+    exchange_s=5.0e-4,
+    told_s=2.0e-9,
     moving_s=4.15e-4,
     listed_s=5e-9,
     moved_s=1.99e-8,

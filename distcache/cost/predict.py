@@ -177,15 +177,16 @@ occurrences), for a row of the plan (its slot, and again where it is fetched), f
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
 place among all rows, and the home's own)."""
 
-EXCHANGE_GROWTH = 0.3
+EXCHANGE_GROWTH = 0.27
 """By how much an exchange of planners takes more of their cores with each doubling of the ranks
-beyond two: docs/results/exchange.md."""
+beyond two, beside what is told in it: docs/results/exchange.md."""
 
 
 def host_seconds(
-    demand: Demand, threads: HostTimes, parts: Sequence[Part], hits: Hits, placement: str
+    demand: Demand, threads: HostTimes, parts: Sequence[Part], found: Sequence[Hits], placement: str
 ) -> tuple[HostSeconds, float]:
-    """What the threads of a rank's host take for a step, and the bytes of its index tensors.
+    """What the threads of a rank's host take for a step, and the bytes of its index tensors;
+    `found`: of each part, what comes and goes.
 
     A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
     no decision. Of replicated rows every rank's plan has all. Where several threads plan, another
@@ -194,27 +195,42 @@ def host_seconds(
     world, groups = demand.world_size, len(demand.groups)
     ids = sum(group.lookups for group in demand.groups)
     placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
+    fetched = sum(own.fetched for own in found) / world
+    moved = fetched + sum(own.written_back for own in found) / world
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
     planner = threads.planning_s + threads.id_s * ids
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
-    planner += threads.decided_s * decided + threads.fetched_s * hits.fetched / world
+    planner += threads.decided_s * decided + threads.fetched_s * fetched
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
-    exchange, beside = threads.exchange_s * exchange_size(world), threads.planner_threads > 1
-    planner = max(planner, exchange) if beside else planner + exchange
+    size, told = exchange_of(demand, parts, found)
+    exchange = threads.exchange_s * size + threads.told_s * told
+    alone = threads.planner_threads == 1
+    planner = planner + exchange if alone else max(planner, exchange)
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     mover = threads.moving_s + threads.listed_s * demand.rank_rows
-    moved = (hits.fetched + hits.written_back) / world
     mover += (threads.moved_s + threads.row_s) * moved
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
     return HostSeconds(launches, planner, mover), nbytes
 
 
-def exchange_size(ranks: int) -> float:
-    """What an exchange of so many planners takes of the core of each, as a multiple of what one of
-    two takes."""
-    return 1 + EXCHANGE_GROWTH * (math.log2(ranks) - 1) if ranks > 1 else 0.0
+def exchange_of(
+    demand: Demand, parts: Sequence[Part], found: Sequence[Hits]
+) -> tuple[float, float]:
+    """What a rank does for an exchange of planners: how many times what two ranks do whatever they
+    tell, and how many numbers it tells others.
+
+    Rows are asked for, and homes answer with their places; of replicated ones they tell all ranks
+    the slots too, and which of them are fetched.
+    """
+    world = demand.world_size
+    if world == 1:
+        return 0.0, 0.0
+    told = 2 * demand.rank_rows
+    for part, hits in zip(parts, found, strict=True):
+        told += part.copied * (part.rows.world_rows + hits.fetched)
+    return 1 + EXCHANGE_GROWTH * (math.log2(world) - 1), told * (world - 1) / world
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:
@@ -338,7 +354,7 @@ def _cached(
     hits = Hits(*map(sum, zip(*found, strict=True)))
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
-    threads, index = host_seconds(demand, cluster.threads, parts, hits, placement)
+    threads, index = host_seconds(demand, cluster.threads, parts, found, placement)
     traffic = Traffic(tuple(exchanges), host_in, host_out, index)
     sparse = _row_seconds(parts, state, world, cluster.compute)
     compute = cluster.compute.sample_s * demand.batch, sparse
