@@ -235,11 +235,11 @@ def constants(
     """The planner's constants, with those that runs of this checkout give beside them; records of
     the planner's thread get what all predict of it.
 
-    Training's own work is the median over the runs of `data`; movement's has a part for each row
-    that the rank names, to which comes `chunked_s`, and each that its home moves. The planner's are
-    times what it takes beside training, whose caches are colder; what exchanges of several ranks
-    take is timed by itself, and has a part for each number that is told. Of turns the least counts,
-    without what other load adds.
+    Training's own work is the median over the runs of `data`, on one rank and on several;
+    movement's has a part for each row that the rank names, to which comes `chunked_s`, and each
+    that its home moves. The planner's are times what it takes beside training, whose caches are
+    colder; what exchanges of several ranks take is timed by itself, and has a part for each number
+    that is told. Of turns the least counts, without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
@@ -258,12 +258,16 @@ def constants(
         times = HostTimes(exchange_s=1.0), HostTimes(told_s=1.0)
         return [step(record, of).time.threads.planner for of in times]
 
-    training = [own[id(r)] for r in data if r["thread"] == "training"]
+    trains = [record for record in data if record["thread"] == "training"]
+    single = [own[id(record)] for record in trains if record["ranks"] == 1]
+    several = [own[id(record)] for record in trains if record["ranks"] > 1]
+    training_s = float(np.median(single or several))
+    summing_s = max(0.0, float(np.median(several or single)) - training_s)
     moves = [record for record in here if record["thread"] == "movement"]
     own_of_moves = fit([moved(r) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
     moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
-    times = replace(times, training_s=float(np.median(training)), **moving)
+    times = replace(times, training_s=training_s, summing_s=summing_s, **moving)
     plans = [record for record in here if record["thread"] == "planning"]
     planned = {id(record): step(record).time.threads.planner for record in plans}
     alone = [record for record in plans if record["ranks"] == 1] or plans
@@ -365,10 +369,10 @@ SECTIONS = (
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
         "fitted to nine streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
-        "it. `training_s`, `moving_s`, `listed_s` and `moved_s` are from the table above, its "
-        "least turns, and to `listed_s` comes what cutting a row's occurrences into chunks and "
-        "packing these takes, as a device wants them; `exchange_s` and `told_s` are what an "
-        "exchange takes of its thread's core, waiting for the other ranks left out. "
+        "it. `training_s`, `summing_s`, `moving_s`, `listed_s` and `moved_s` are from the table "
+        "above, its least turns, and to `listed_s` comes what cutting a row's occurrences into "
+        "chunks and packing these takes, as a device wants them; `exchange_s` and `told_s` are "
+        "what an exchange takes of its thread's core, waiting for the other ranks left out. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),

@@ -279,7 +279,7 @@ _SLICE_S = 1.0
 
 
 class Link:
-    """Collectives of `group`, for one thread only; `name` tells errors which conversation it is.
+    """Collectives of `group`, for one thread at a time; `name` tells errors which talk it is.
 
     Every method is called by all ranks in the same order. A failing or expired wait raises
     PeerError that names the rank that failed first, or the ranks that did not come.

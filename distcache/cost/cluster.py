@@ -74,19 +74,19 @@ class HostTimes:
     """What a rank's threads take on its host, in seconds on a core; all 0: nothing.
 
     Training: `launch_s`, a kernel or copy that any thread issues; `training_s`, its own work of a
-    step, without the dense part's. The planner: `planning_s` of a step, `id_s` of an id, `named_s`
-    of a distinct row that ranks name to a home, `decided_s` of one that a home decides on,
-    `fetched_s` of one that it fetches, `placed_s` of one that a rank's plan has; `serial`: the
-    share of all these that the planner's thread does alone, `planner_threads`: k, which share the
-    rest; `exchange_s`: of an exchange of two ranks, `told_s` of a number that it tells others, at
-    the same time where k > 1. Movement:
-    `moving_s` of a step, `listed_s` of a distinct row that the rank names, `moved_s` of one that
-    its home fetches or writes back, `row_s` of one gathered or scattered. `name`: where the numbers
-    come from.
+    step, without the dense part's, and `summing_s`, more with several ranks. The planner:
+    `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that ranks name to a home,
+    `decided_s` of one that a home decides on, `fetched_s` of one that it fetches, `placed_s` of one
+    that a rank's plan has; `serial`: the share of all these that the planner's thread does alone,
+    `planner_threads`: k, which share the rest; `exchange_s`: of an exchange of two ranks, `told_s`
+    of a number that it tells others, at the same time where k > 1. Movement: `moving_s` of a step,
+    `listed_s` of a distinct row that the rank names, `moved_s` of one that its home fetches or
+    writes back, `row_s` of one gathered or scattered. `name`: where the numbers come from.
     """
 
     launch_s: float = 0.0
     training_s: float = 0.0
+    summing_s: float = 0.0
     planning_s: float = 0.0
     id_s: float = 0.0
     named_s: float = 0.0
@@ -107,6 +107,7 @@ class HostTimes:
 HOST = HostTimes(
     launch_s=7e-6,
     training_s=7.16e-4,
+    summing_s=5e-4,
     planning_s=7.03e-5,
     id_s=1.03e-8,
     named_s=2.66e-8,

@@ -211,7 +211,8 @@ def host_seconds(
     mover = threads.moving_s + threads.listed_s * demand.rank_rows
     mover += (threads.moved_s + threads.row_s) * moved
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
-    launches = threads.training_s + threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
+    launches = threads.training_s + threads.summing_s * (world > 1)
+    launches += threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
     return HostSeconds(launches, planner, mover), nbytes
 
 

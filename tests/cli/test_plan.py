@@ -249,7 +249,7 @@ def test_one_rank_measures_alone(tmp_path: Path, forked_jobs: None) -> None:
     threads = read_cluster(tmp_path).threads
     assert (threads.name, threads.planner_threads) == ("measured", 1)
     assert min(threads.launch_s, threads.row_s) > 0
-    of_table = "training_s", "moving_s", "listed_s", "moved_s", "exchange_s", "told_s"
+    of_table = "training_s", "summing_s", "moving_s", "listed_s", "moved_s", "exchange_s", "told_s"
     for name in of_table:
         assert getattr(threads, name) == getattr(HOST, name)
 

@@ -117,8 +117,9 @@ def test_indices_of_a_large_step_keep_their_budget() -> None:
 def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> None:
     for world in (1, 4):
         every = LAUNCHES + GROUP_LAUNCHES + RANK_LAUNCHES * (world > 1)
-        own = predicted(REPLICATED, HostTimes(launch_s=1e-6, training_s=1e-3), world)
-        assert own.time.threads.launch == pytest.approx(1e-3 + every * 1e-6)
+        times = HostTimes(launch_s=1e-6, training_s=1e-3, summing_s=2e-3)
+        own = 1e-3 + 2e-3 * (world > 1) + every * 1e-6
+        assert predicted(REPLICATED, times, world).time.threads.launch == pytest.approx(own)
     fused = predicted(TABLE_WISE, HOST).time.threads
     assert fused.launch > 0 == fused.planner == fused.mover
 
