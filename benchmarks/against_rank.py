@@ -307,6 +307,8 @@ def role_of(thread: threading.Thread) -> str:
         return "training"
     if "part" in thread.name:
         return "parts"  # of a home, which more threads plan
+    if "talk" in thread.name:
+        return "talking"  # with the planners of other ranks
     if "plan" in thread.name:
         return "planning"
     return "movement" if "move" in thread.name else "other"
@@ -369,22 +371,9 @@ class OnlyPlans:
         return call
 
 
-def as_beside_a_gpu(pace: Pace) -> None:
+def as_beside_a_gpu() -> None:
     """Let training look at its steps as it does beside a GPU: of ten one has its stages timed, and
-    results are read two steps later. Older checkouts look at each at once. Tells `pace` what of the
-    planner's thread exchanges take (`exchange`)."""
-    pace.taken["exchange"] = 0.0
-    with contextlib.suppress(AttributeError):
-        exchange = found_in("PlanExchange", "distcache.engine.exchange")
-        plain = exchange.exchange
-
-        def exchanged(*given: Any) -> Any:
-            began = time.thread_time()
-            told = plain(*given)
-            pace.taken["exchange"] += 1e3 * (time.thread_time() - began)
-            return told
-
-        exchange.exchange = exchanged
+    results are read two steps later. Older checkouts look at each at once."""
     with contextlib.suppress(ImportError, AttributeError):
         streams = importlib.import_module("distcache.streams")
         mode = importlib.import_module("distcache.parallel.cached")
@@ -425,7 +414,7 @@ def main() -> None:
         sys.setprofile(calls)
     pace = Pace(pipe, calls)
     if spec["late"]:
-        as_beside_a_gpu(pace)
+        as_beside_a_gpu()
     if spec["plans"]:
         OnlyPlans(pace)
     torch.manual_seed(spec["seed"])

@@ -43,7 +43,7 @@ from distcache.trainer.plan_cache import timed
 
 log = logging.getLogger("distcache.benchmarks.host")
 
-THREADS = ("training", "planning", "movement")
+THREADS = ("training", "planning", "talking", "movement")
 """Those of `against_rank.role_of`."""
 
 STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6))
@@ -202,6 +202,7 @@ def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> l
         {"kind": "thread", **about, "side": side, "thread": thread}
         | _thread(counted[side], alone[side], thread)
         for side, thread in product(paths, THREADS)
+        if about["ranks"] > 1 or thread != "talking"
     ]
 
 
@@ -219,9 +220,6 @@ def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record
     for meter in TOLD:
         own -= told_ms[meter] * np.array(of(counted, meter))
     calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
-    if thread == "planning":
-        taken = [of_ranks(ranks, "taken_ms").get("exchange", 0.0) for ranks in alone]
-        calls["exchange_ms"] = spread(taken)
     return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own.clip(0.0)), **calls}
 
 
@@ -238,13 +236,13 @@ def constants(
     Training's own work is the median over the runs of `data`, on one rank and on several;
     movement's has a part for each row that the rank names, to which comes `chunked_s`, and each
     that its home moves. The planner's are times what it takes beside training, whose caches are
-    colder; what exchanges of several ranks take is timed by itself, and has a part for each number
-    that is told. Of turns the least counts, without what other load adds.
+    colder; what exchanges take has a part for each number that is told. Of turns the least counts,
+    without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
     own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
-    times = replace(planner, planner_threads=1, exchange_s=0.0, told_s=0.0)
+    times = replace(planner, planner_threads=1)
 
     def step(record: Record, times: HostTimes = times) -> Prediction:
         kind = REPLICATED if record["mode"] == "data" else RESIDENT
@@ -256,7 +254,7 @@ def constants(
 
     def told(record: Record) -> list[float]:
         times = HostTimes(exchange_s=1.0), HostTimes(told_s=1.0)
-        return [step(record, of).time.threads.planner for of in times]
+        return [step(record, of).time.threads.talker for of in times]
 
     trains = [record for record in data if record["thread"] == "training"]
     single = [own[id(record)] for record in trains if record["ranks"] == 1]
@@ -272,10 +270,10 @@ def constants(
     planned = {id(record): step(record).time.threads.planner for record in plans}
     alone = [record for record in plans if record["ranks"] == 1] or plans
     (factor,) = fit([[planned[id(r)]] for r in alone], [own[id(r)] for r in alone])
-    among = [record for record in plans if record["ranks"] > 1]
+    talks = [record for record in here if record["thread"] == "talking" and record["ranks"] > 1]
     exchanged = [HOST.exchange_s, HOST.told_s]
-    if among:
-        exchanged = fit([told(r) for r in among], [1e-3 * r["exchange_ms"]["min"] for r in among])
+    if talks:
+        exchanged = fit([told(r) for r in talks], [1e-3 * r["core_ms"]["min"] for r in talks])
     slower = {name: factor * getattr(times, name) for name in PLANNER}
     slower |= zip(("exchange_s", "told_s"), exchanged, strict=True)
     times = replace(times, **slower)
@@ -357,7 +355,6 @@ SECTIONS = (
             Column("on a core", "core_ms", _MS),
             Column("its own", "own_ms", _MS),
             Column("as predicted", "predicted_ms", ".2f"),
-            Column("in exchanges", "exchange_ms", _MS),
             Column("calls", "calls", ",.0f"),
             Column("of the package", "package_calls", ",.0f"),
             Column("NumPy", "numpy_calls", ",.0f"),
@@ -396,6 +393,7 @@ SECTIONS = (
             _ms("links", "link"),
             _ms("launches", "launch"),
             _ms("planner", "planner"),
+            _ms("talker", "talker"),
             _ms("mover", "mover"),
             _ms("step", "step"),
             Column("binds", "binds"),

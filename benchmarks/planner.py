@@ -100,8 +100,11 @@ def no_seconds() -> Seconds:
 SPENT = no_seconds()
 """What the `PARTS` of the step under way have taken."""
 
-_AHEAD = 2
-"""Batches that a planner reads beyond the window of the step that it plans."""
+_AHEAD = 3
+"""Batches that a planner reads beyond the window of the step that it plans, at most."""
+
+ROLES = ("planning", "parts", "talking")
+"""Of threads that plan, as `against_rank.role_of` has them."""
 
 
 @dataclass(frozen=True)
@@ -418,7 +421,7 @@ def _planned_turn(job: against.Job, steps: int, repetition: int) -> dict[str, fl
     ranks = job.run(0, steps)
     cpu, taken = against.of_ranks(ranks, "cpu_ms"), against.of_ranks(ranks, "taken_ms")
     return {
-        "cpu": cpu["planning"] + cpu.get("parts", 0.0) - taken["reading"],
+        "cpu": sum(cpu.get(role, 0.0) for role in ROLES) - taken["reading"],
         "wall": float(np.mean([np.median(rank["step_ms"]) for rank in ranks])),
         "serial": cpu["planning"] - taken["shared"],
         "reading": taken["reading"],

@@ -104,15 +104,15 @@ def time_table(point: Point) -> Table:
     titles = {
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
         **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launches"},
-        **{"planner": "planner", "mover": "mover"},
+        **{"planner": "planner", "talker": "talker", "mover": "mover"},
     }
     return Table.of(
         f"Step time at {point.cluster.ranks} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
         "compute waits for + what network, host link or a thread of the host take longer than "
         "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
-        f"one launches, {point.cluster.threads.planner_threads} plan, one moves. What binds is as "
-        "long as the step.",
+        f"one launches, {point.cluster.threads.planner_threads} plan, one exchanges plans, one "
+        "moves. What binds is as long as the step.",
         [
             ("layout", label),
             *((title, partial(ms, name)) for name, title in titles.items()),

@@ -1,5 +1,5 @@
-"""One process group as one thread uses it: collectives that count bytes and name who is missing;
-work whose failure on one rank all ranks learn of."""
+"""One process group, used by one thread at a time: collectives that count bytes and name who is
+missing; work whose failure on one rank all ranks learn of."""
 
 from __future__ import annotations
 

@@ -45,11 +45,11 @@ from distcache.layout import split_slots
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
 #
-# A step lasts as long as the longest of six: its critical path (compute and the exchanges that
+# A step lasts as long as the longest of seven: its critical path (compute and the exchanges that
 # compute waits for), all that its network sends, all that its host link moves, and what each of the
-# three threads of its host does, which work on steps ahead: one launches training's kernels, one
-# plans, one moves. What hides is on the network and the host link only: fills and rows that travel
-# early, and all movement over the host link.
+# threads of its host does, which work on steps ahead: one launches training's kernels, one plans,
+# one talks with the planners of other ranks, one moves. What hides is on the network and the host
+# link only: fills and rows that travel early, and all movement over the host link.
 
 HIDDEN_STAGES = ("fill", "early_rows")
 """Exchanges of rows that the coming steps need: beside compute."""
@@ -60,10 +60,11 @@ BACKWARD_SHARE = 2 / 3
 
 class HostSeconds(NamedTuple):
     """What the threads of a rank's host take for a step: training's, which launches its kernels,
-    the planner's, and movement's."""
+    the planner's, that which exchanges what planners tell one another, and movement's."""
 
     launch: float = 0.0
     planner: float = 0.0
+    talker: float = 0.0
     mover: float = 0.0
 
 
@@ -129,7 +130,7 @@ def step_time(
     backward.
 
     `cluster.overlap` is the share of what could hide that does: 1 where copies and collectives have
-    engines of their own, 0 where they, planner and mover take the processor that computes. Training
+    engines of their own, 0 where they and the threads take the processor that computes. Training
     launches nothing there: what it computes has its calls.
     """
     dense, sparse = compute
@@ -147,7 +148,7 @@ def step_time(
     threads = threads._replace(launch=cluster.overlap * threads.launch)
     alone = 1 - cluster.overlap
     path = {COMPUTE: dense + sparse, LINK: exposed + alone * host}
-    path |= {"planner": alone * threads.planner, "mover": alone * threads.mover}
+    path |= {name: alone * getattr(threads, name) for name in ("planner", "talker", "mover")}
     ends = {LINK: max(exposed + hidden, host), **threads._asdict()}
     critical, longest = sum(path.values()), max(ends, key=ends.__getitem__)
     total = max(critical, ends[longest])
@@ -189,8 +190,7 @@ def host_seconds(
     `found`: of each part, what comes and goes.
 
     A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
-    no decision. Of replicated rows every rank's plan has all. Where several threads plan, another
-    exchanges the next rows meanwhile.
+    no decision. Of replicated rows every rank's plan has all.
     """
     world, groups = demand.world_size, len(demand.groups)
     ids = sum(group.lookups for group in demand.groups)
@@ -203,9 +203,7 @@ def host_seconds(
     planner += threads.decided_s * decided + threads.fetched_s * fetched
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
     size, told = exchange_of(demand, parts, found)
-    exchange = threads.exchange_s * size + threads.told_s * told
-    alone = threads.planner_threads == 1
-    planner = planner + exchange if alone else max(planner, exchange)
+    talker = threads.exchange_s * size + threads.told_s * told
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
     mover = threads.moving_s + threads.listed_s * demand.rank_rows
@@ -213,7 +211,7 @@ def host_seconds(
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.summing_s * (world > 1)
     launches += threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    return HostSeconds(launches, planner, mover), nbytes
+    return HostSeconds(launches, planner, talker, mover), nbytes
 
 
 def exchange_of(

@@ -3,7 +3,7 @@
 One exchange takes a step's requests to their homes and the decisions on an earlier step to all
 ranks, in two collectives of the CPU's group: the headers, then both together. One header tells of
 both steps, so that an end, a stop or an error of one rank is known to all at the same step. All
-ranks make the same exchanges in the same order, each on one thread.
+ranks make the same exchanges in the same order, one at a time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Told:
 
 
 class PlanExchange:
-    """Requests and decisions of all groups over `link`; used by one thread on every rank.
+    """Requests and decisions of all groups over `link`, one exchange after the other.
 
     `shelves`: of each group's homes; `fingerprint`: a number that must agree on all ranks
     (configuration). Each header carries it mixed with a digest of all decisions so far. `sharded`:

@@ -1,11 +1,12 @@
 """The look-ahead planner at work: batches in, planned steps out, on a thread of its own.
 
-Where several threads plan, one of them reads the next batch, and finds what it names, and another
-talks with the other ranks, while this one plans the steps before.
+Where several threads plan, one of them reads the next batch, and finds what it names, while this
+one plans the step before.
 All ranks run the same loop over the planning group. A step is decided exactly when the ids through
 step + L are known or the stream has ended, never from what happens to have arrived; the homes tell
-their decisions in an exchange that begins while the rows of the one before it are taken in, and
-brings those of the step after.
+their decisions in the exchange that brings the rows of a later step. With several ranks and a
+window a thread beside the planner exchanges the rows of one step, and decisions, while the planner
+takes in those of the step before and decides the next; so these are told one exchange later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -157,8 +158,9 @@ class StreamPlanner:
         self._move_after = [-1] * len(self.groups)
         self._early = settings.shares_early(link.world)
         self.threads = threads or Threads(settings.planner_threads)
-        among = min(self.threads.count, link.world.size, 2)  # one rank alone has nobody to talk to
-        self._talking = Threads(among, "distcache-talk")
+        # On all ranks or none, whatever their threads: an exchange that has begun waits for no
+        # place in another rank's queue then, which may take as long as a checkpoint.
+        self._talking = Threads(min(link.world.size, 2), "distcache-talk")
         parts: list[list[Parts | None]] = [[None, None] for _ in groups]
         for region in regions:
             region.planner.threads = self.threads
@@ -293,11 +295,12 @@ class StreamPlanner:
 
     def _begun(self, threads: Threads, asking: Part | None, ready: Part | None) -> Talk | None:
         """The exchange of what is asked for and of decisions, if there are any: made meanwhile,
-        where there is a thread for it, or else when it is wanted."""
+        where there is a thread for it, or else when it is wanted. A rank that stops says so of
+        both."""
         if asking is None and ready is None:
             return None
         if ready is not None and asking is not None and asking.status is Status.STOP:
-            ready = Part(ready.step, Status.STOP)
+            ready = replace(ready, status=Status.STOP, decisions=())
         return Talk(asking, ready, threads.begin(self._exchanged, asking, ready))
 
     def _exchanged(self, asking: Part | None, deciding: Part | None) -> Told:
@@ -306,7 +309,8 @@ class StreamPlanner:
         began = time.perf_counter()
         told = self._exchange.exchange(asking, deciding)
         asked, due = (part and part.flight for part in (asking, deciding))
-        if (counted := asked or due) is not None:
+        counted = due if asking is None else asked
+        if counted is not None and told.asked.status is Status.OK:
             counted.planning_bytes += told.sent
         if (about := due or asked) is not None:
             lane = TALKING_LANE if self._talking.run_here() else LANE
@@ -388,7 +392,7 @@ class StreamPlanner:
     def _require_decided(self, over: Talk, told: Told) -> None:
         """Raise on every rank if one of the homes could not decide a step."""
         deciding = over.deciding
-        if deciding is None or deciding.flight is None or told.decided is None:
+        if deciding is None or told.decided is None:
             return
         if told.decided.status is Status.TOO_LARGE:
             kind = deciding.flight.batch.kind
@@ -399,7 +403,7 @@ class StreamPlanner:
     def _planned(self, over: Talk, told: Told) -> list[Flight]:
         """The step that all homes have decided, if there is one, with its plans."""
         deciding = over.deciding
-        if deciding is None or deciding.flight is None or told.decided is None:
+        if deciding is None or told.decided is None:
             return []
         flight = deciding.flight
         try:

@@ -6,9 +6,9 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 
 | stage | of step | thread | stream | reads | writes |
 |---|---|---|---|---|---|
-| `ingest` | t+P+L+1 | planner | host | ids | requests to homes, their windows |
+| `ingest` | t+P+L+1 or later | planner | host | ids | requests to homes, their windows |
 | `load` | t+P+1 | planner | host | the batch's file | dense features, labels |
-| `plan`, `plan_exchange` | t+P+1 | planner | host, gloo | windows | `StepPlan` of every group |
+| `plan`, `plan_exchange` | t+P+1 | planner, talking | host, gloo | windows | `StepPlan` by group |
 | `gather` | t+P+1 | movement | host | store[fetch_rows] | staging buffers |
 | `write_back` | t+P | movement | copy_out | cache[evict_slots] | a staging buffer |
 | `fill` | t+P | movement | copy_in | staging, indices, batch | cache[fetch_slots], device |
@@ -22,9 +22,10 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 
 In the midst of a stream a home decides on a step in the same pass in which it takes in another, so
 `ingest` has that time. Where several threads plan, one of them does `ingest` up to the requests, of
-the step after that at which the planner is. An evaluation step has `forward` in place of what
-follows `share_late`. `share_*` are of sharded rows, `return_rows` is where homes alone keep the
-optimizer state.
+the step after that at which the planner is. With several ranks and a window a thread of its own
+does `plan_exchange`, beside the next `ingest` and `plan`, and ids are known two steps earlier. An
+evaluation step has `forward` in place of what follows `share_late`. `share_*` are of sharded rows,
+`return_rows` is where homes alone keep the optimizer state.
 
 Two schedules. *Overlapped*: three threads as above (`engine.queue`), and two waits in training:
 for the step's rows before anything reads them, and, before `sync` of several ranks, for the issue
@@ -89,8 +90,8 @@ WAIT = "wait"
 class Span(NamedTuple):
     """One stage of one step: when it ran, in seconds of `time.perf_counter`, and on which lane.
 
-    Lanes: `planner`, `reading` and `movement` are threads beside training, `training` is the loop's
-    own.
+    Lanes: `planner`, `reading`, `talking` and `movement` are threads beside training, `training` is
+    the loop's own.
     """
 
     name: str

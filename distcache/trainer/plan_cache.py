@@ -187,9 +187,10 @@ PREFETCH = 1
 """P that `auto` takes where memory and slots allow it; moving earlier changed little in
 `docs/results/step.md`."""
 
-_BETWEEN = 5
-"""Steps beside those of L and P: one trains, two have plans and have not moved, one waits for its
-place in their queue, and one beyond the window has been read."""
+_BETWEEN = 8
+"""Steps beside those of L and P, at most: one trains, two have plans and have not moved, one waits
+for its place in their queue, and of those beyond the window one has been read, of several ranks two
+more, and one by the thread that reads."""
 
 _ID_BYTES = 64
 """Of one id of a planned step: its id, row, bag, position, place in the occurrence order, and what

@@ -44,6 +44,7 @@ def predicted(kind: str, times: HostTimes, world: int = 4, slots: int = 2000, **
 
 SLOW = {
     "planner": HostTimes(id_s=1e-3),
+    "talker": HostTimes(exchange_s=1.0),
     "mover": HostTimes(moving_s=1.0),
     "launch": HostTimes(launch_s=1e-2),
 }
@@ -52,7 +53,7 @@ SLOW = {
 @pytest.mark.parametrize("thread", SLOW)
 def test_a_step_is_as_long_as_the_thread_that_binds(thread: str) -> None:
     free, time = (predicted(SHARDED, t).time for t in (HostTimes(), SLOW[thread]))
-    assert free.binds in ("compute", "link") and free.threads == (0.0, 0.0, 0.0)
+    assert free.binds in ("compute", "link") and not any(free.threads)
     assert time.binds == thread and thread in BINDS
     assert time.total == getattr(time.threads, thread) > free.total
     assert time.dense + time.sparse + time.exposed + time.waiting == pytest.approx(time.total)
@@ -72,14 +73,6 @@ def test_more_threads_plan_faster_until_something_else_binds() -> None:
         assert (found[2].binds == "planner") == (serial > 0)
 
 
-def test_an_exchange_is_beside_planning_where_several_threads_plan() -> None:
-    for exchange_s in (0.5, 2.0):
-        times = HostTimes(planning_s=1.0, exchange_s=exchange_s)
-        for threads, took in ((1, 1.0 + 1.27 * exchange_s), (2, max(1.0, 1.27 * exchange_s))):
-            found = predicted(SHARDED, replace(times, planner_threads=threads)).time.threads.planner
-            assert found == pytest.approx(took)  # four ranks exchange 1.27 as long as two
-
-
 def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
     """A home decides on a W-th of the rows that ranks touch; a plan has all of them where they are
     replicated, and those that its rank names where they are sharded."""
@@ -88,14 +81,17 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
         whole = predicted(kind, HostTimes())
         fetched = whole.hits.fetched / 4
         wanted = {"id_s": sum(BAGS) * BATCH, "named_s": step.rank_rows, "placed_s": placed}
-        wanted |= {"decided_s": step.world_rows / 4, "fetched_s": fetched, "exchange_s": 1.27}
-        # To three others: what it asks and answers, and as a home its part of what all have.
-        wanted["told_s"] = 3 / 4 * 2 * step.rank_rows
-        if kind == REPLICATED:
-            wanted["told_s"] += 3 * (step.world_rows / 4 + fetched)
+        wanted |= {"decided_s": step.world_rows / 4, "fetched_s": fetched}
         for key, count in wanted.items():
             time = predicted(kind, HostTimes(**{key: 1e-9})).time
             assert time.threads.planner == pytest.approx(count * 1e-9), key
+            assert time.threads.talker == 0
+        # To three others: what it asks and answers, and as a home its part of what all have.
+        told = 3 / 4 * 2 * step.rank_rows
+        told += 3 * (step.world_rows / 4 + fetched) if kind == REPLICATED else 0
+        for times, took in ((HostTimes(exchange_s=1e-9), 1.27), (HostTimes(told_s=1e-9), told)):
+            threads = predicted(kind, times).time.threads
+            assert (threads.planner, threads.talker) == (0, pytest.approx(took * 1e-9))
         sent = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
         sent += (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
         assert whole.traffic.index_bytes == pytest.approx(sent)
@@ -125,11 +121,10 @@ def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> 
 
 
 def test_resident_rows_need_no_decision_and_do_not_move() -> None:
-    times = replace(HOST, exchange_s=0.0, told_s=0.0)
-    found = predicted(RESIDENT, times)
+    found = predicted(RESIDENT, HOST)
     assert found.hits.fetched == found.hits.written_back == 0
     assert found.traffic.host_in == found.traffic.host_out == 0 < found.traffic.index_bytes
-    data = predicted(REPLICATED, times)
+    data = predicted(REPLICATED, HOST)
     assert found.time.threads.planner < data.time.threads.planner
     assert found.time.threads.mover < data.time.threads.mover
     assert found.device_bytes > data.device_bytes

@@ -27,8 +27,8 @@ from distcache.engine.tracing import (
 from distcache.errors import ConfigError
 
 MOVEMENT = ["gather", "write_back", "fill", "scatter"]
-PLANNING = ["ingest", "ingest", "load", "plan", "plan_exchange", "plan"]
-"""Its rows are asked for and taken in; it is decided, told of and put together."""
+PLANNING = ["ingest", "ingest", "load", "plan", "plan"]
+"""Its rows are asked for and taken in; it is decided and, once it is told of, put together."""
 LOOP = ["forward_backward", "sync", "apply"]
 
 
@@ -95,16 +95,18 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
     found = read(tmp_path)
     spans, steps = spans_of(found), range(12)
     own = MOVEMENT if schedule == "serial" else []
-    lanes = ["planner", "training"] + (["movement"] if schedule == "overlapped" else [])
+    lanes = ["planner", "talking", "training"]
+    lanes += ["movement"] if schedule == "overlapped" else []
     assert sorted(spans) == [(f"rank {r}", lane) for r in range(2) for lane in sorted(lanes)]
     for (_, lane), events in spans.items():
         for one, other in pairwise(events):
             assert one["ts"] + one["dur"] <= other["ts"] + 0.01, "a lane does one thing at a time"
         kinds = {e["args"]["step"]: e["args"]["kind"] for e in events}
         assert kinds == {step: ("train", "eval")[step % 2] for step in steps}
-        alone = ["ingest", "plan_exchange"]  # nothing to tell yet, with L = 2
         expected = {
-            "planner": {s: alone + PLANNING[1:] if s <= 3 else PLANNING for s in steps},
+            "planner": dict.fromkeys(steps, PLANNING),
+            # Of the first steps, as nothing is told with them with L = 2, exchanges are their own.
+            "talking": {s: ["plan_exchange"] * (1 + (s <= 3)) for s in steps},
             "movement": dict.fromkeys(steps, MOVEMENT),
             "training": {step: own + (["forward"] if step % 2 else LOOP) for step in steps},
         }
@@ -116,17 +118,13 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
     assert {e["args"]["step"] for e in waits} == set(steps)
 
 
-def test_what_threads_beside_the_planner_do_has_lanes_of_its_own(tmp_path) -> None:
+def test_what_a_thread_reads_ahead_has_a_lane_of_its_own(tmp_path) -> None:
     assert run_ranks(traced, 2, str(tmp_path), None, "overlapped", 2) == ["", ""]
     spans, steps = spans_of(read(tmp_path)), range(12)
     for rank in range(2):
-        reading, talking, planner = (
-            by_step(spans[f"rank {rank}", lane]) for lane in ("reading", "talking", "planner")
-        )
-        assert reading == {s: ["ingest"] for s in steps}
-        # Of the first steps, as none is told of yet, exchanges are their own.
-        assert talking == {s: ["plan_exchange"] * (1 + (s <= 3)) for s in steps}
-        assert planner == {s: ["ingest", "load", "plan", "plan"] for s in steps}
+        reading, planner = (by_step(spans[f"rank {rank}", lane]) for lane in ("reading", "planner"))
+        assert reading == {s: PLANNING[:1] for s in steps}
+        assert planner == {s: PLANNING[1:] for s in steps}
 
 
 def test_a_rank_that_fails_leaves_the_steps_before_it_of_all_ranks(tmp_path) -> None:

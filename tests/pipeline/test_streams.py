@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -73,9 +74,9 @@ def misuse(world: World) -> dict:
     return seen
 
 
-def alone(rank: int, size: int, action, *arguments: object) -> object:
+def alone(rank: int, size: int, action, *arguments: object, timeout_s: float = 60) -> object:
     """What `action` of the world and `arguments` gives, on each rank."""
-    world = open_world("cpu", "gloo", 60)
+    world = open_world("cpu", "gloo", timeout_s)
     found = action(world, *arguments)
     close_world(world, orderly=False)
     return found
@@ -389,12 +390,21 @@ def test_a_thread_beside_the_planner_reads_while_it_plans(world, count) -> None:
     twin.close()
 
 
+PATIENCE_S = 4.0
+"""How long the ranks of `talk` wait for one another, seconds."""
+
+
+def impatient(rank: int, size: int, action) -> object:
+    """`alone` of ranks that wait no longer than `PATIENCE_S` for one another."""
+    return alone(rank, size, action, timeout_s=PATIENCE_S)
+
+
 def talk(world: World) -> tuple:
-    """With two threads on rank 0 and one on rank 1, of each step: whether the exchange after it had
-    begun before its own rows were taken in; the threads that exchange; the losses."""
-    count, begun, names = 2 - world.rank, list[int](), set[str]()
-    mode, more = make(world, planner_threads=count), threading.Condition()
-    planner, beside = mode.tables.planner, []
+    """Of each step: whether the exchange after it had begun before its own rows were taken in; the
+    threads that exchange; the losses. Rank 0 plans with two threads, rank 1 with one, and training
+    stands still for longer than ranks wait for one another."""
+    mode, more = make(world, planner_threads=2 - world.rank), threading.Condition()
+    planner, begun, names, beside = mode.tables.planner, list[int](), set[str](), list[bool]()
     plain_exchange, plain_taking = planner._exchange.exchange, planner._taken_in
 
     def exchanged(asking: Part | None, deciding: Part | None) -> Told:
@@ -406,24 +416,59 @@ def talk(world: World) -> tuple:
 
     def taken_in(over: Talk, *told: object) -> list:
         if over.asking is not None and over.asking.flight is not None:
+            following = over.asking.step + 1
             with more:
-                following = over.asking.step + 1
-                limit_s = 30 if count > 1 else 0
-                beside.append(more.wait_for(lambda: following in begun, limit_s))
+                beside.append(more.wait_for(lambda: following in begun, 30))
         return plain_taking(over, *told)
 
     planner._exchange.exchange, planner._taken_in = exchanged, taken_in
-    losses = train(mode, batches(world, range(STEPS)))
+    pauses = {1: 1.5 * PATIENCE_S}
+    steps = batches(world, range(STEPS))
+    losses = train(mode, steps, at_step=lambda step: time.sleep(pauses.get(step, 0)))
     mode.close()
     return beside, names, losses
 
 
 def test_a_thread_beside_the_planner_talks_while_it_plans() -> None:
-    """Also where another rank's planner has none: all say the same in the same order."""
-    one, other = run_ranks(alone, 2, talk)
-    assert one[:2] == ([True] * STEPS, {"distcache-talk"})
-    assert other[:2] == ([False] * STEPS, {"distcache-planner"})
-    assert one[2] == other[2]
+    """On every rank, however many plan there: an exchange that has begun on one rank waits for
+    nothing but the batches of the others."""
+    one, other = run_ranks(impatient, 2, talk)
+    assert one == other and one[:2] == ([True] * STEPS, {"distcache-talk"})
+
+
+def fails_as_it_stops(world: World) -> tuple:
+    """What planning says where, in one exchange, rank 0 stops, rank 1 has no batch, and rank 1
+    could not decide the step that is due; and which steps were planned."""
+    mode, stops, made = make(world, lookahead=1), [], []
+
+    def source() -> Iterator[Batch]:
+        for batch in batches(world, range(12)):
+            if batch.index == 5:
+                stops.append(world.rank == 0)
+                raise OSError("no batch")
+            bad = world.rank == 1 and batch.index == 2
+            yield replace(batch, load=nothing_to_load) if bad else batch
+
+    def go() -> None:
+        for step in mode.tables.planner.planned(source(), lambda: any(stops)):
+            made.append(step.step)
+
+    said = caught(go)
+    world.store.set(f"said/{world.rank}", "")
+    world.store.wait([f"said/{rank}" for rank in range(world.size)], timedelta(seconds=20))
+    mode.close()
+    return said, made
+
+
+def nothing_to_load() -> Batch:
+    raise OSError("no features")
+
+
+def test_a_rank_that_stops_hears_that_another_could_not_decide() -> None:
+    """While that one still lives, and would let it wait."""
+    (first, made), (other, planned) = run_ranks(alone, 2, fails_as_it_stops)
+    assert first == "PeerError: stopped because rank 1 failed: OSError: no features"
+    assert other == "OSError: no features" and made == planned == [0, 1]
 
 
 def read_on(world: World) -> tuple:
