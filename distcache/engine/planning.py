@@ -71,12 +71,12 @@ class Region:
 
 
 class Talk(NamedTuple):
-    """An exchange that has begun: this rank's part of what is asked for and of what is decided, and
-    what returns what it told."""
+    """An exchange that is over: this rank's part of what was asked for and of what is decided, and
+    what it told."""
 
     asking: Part | None
     deciding: Part | None
-    told: Callable[[], Told]
+    told: Told
 
 
 def home_regions(
@@ -192,18 +192,18 @@ class StreamPlanner:
         ready, failure = None, None
         talk = self._begun(talking, next(asked), None)
         while talk is not None:
-            over, told = talk, talk.told()
-            if told.asked.status is Status.STOP:
-                return self._after_stop(told.asked, stop)
-            self._require_decided(over, told)
-            if told.asked.status is not Status.OK:
-                failure = self._why_ended(over, told)
+            over = talk()
+            if over.told.asked.status is Status.STOP:
+                return self._after_stop(over.told.asked, stop)
+            self._require_decided(over)
+            if over.told.asked.status is not Status.OK:
+                failure = self._why_ended(over)
                 asked.close()
                 window, early = 0, False
             if early:  # several ranks exchange the next rows while each works on these
                 talk, ready = self._begun(talking, next(asked), ready), None
-            planned = self._planned(over, told)
-            waiting += self._taken_in(over, told, len(waiting) >= window > 0)
+            planned = self._planned(over)
+            waiting += self._taken_in(over, len(waiting) >= window > 0)
             yield from planned
             if ready is None and len(waiting) > window:
                 ready = self._deciding(waiting.popleft())
@@ -293,7 +293,9 @@ class StreamPlanner:
         flight.note("ingest", READING_LANE if self.threads.run_here() else LANE, began)
         return Part(step, flight=flight)
 
-    def _begun(self, threads: Threads, asking: Part | None, ready: Part | None) -> Talk | None:
+    def _begun(
+        self, threads: Threads, asking: Part | None, ready: Part | None
+    ) -> Callable[[], Talk] | None:
         """The exchange of what is asked for and of decisions, if there are any: made meanwhile,
         where there is a thread for it, or else when it is wanted. A rank that stops says so of
         both."""
@@ -301,28 +303,37 @@ class StreamPlanner:
             return None
         if ready is not None and asking is not None and asking.status is Status.STOP:
             ready = replace(ready, status=Status.STOP, decisions=())
-        return Talk(asking, ready, threads.begin(self._exchanged, asking, ready))
+        return threads.begin(self._exchanged, asking, ready)
 
-    def _exchanged(self, asking: Part | None, deciding: Part | None) -> Told:
+    def _exchanged(self, asking: Part | None, deciding: Part | None) -> Talk:
         """Bring the rows of what is asked for, if all ranks have some, to their homes, and the
-        decisions of this one to all; what all ranks say."""
+        decisions of this one to all, whose batch is read before; if it cannot be, there are none.
+        """
+        lane = TALKING_LANE if self._talking.run_here() else LANE
+        asked, due = (part and part.flight for part in (asking, deciding))
+        if due is not None and deciding is not None and deciding.status is Status.OK:
+            began = time.perf_counter()
+            try:
+                due.batch = due.batch.loaded()
+            except Exception as error:
+                deciding = replace(deciding, status=Status.ERROR, error=error, decisions=())
+            due.note("load", lane, began)
         began = time.perf_counter()
         told = self._exchange.exchange(asking, deciding)
-        asked, due = (part and part.flight for part in (asking, deciding))
         counted = due if asking is None else asked
         if counted is not None and told.asked.status is Status.OK:
             counted.planning_bytes += told.sent
         if (about := due or asked) is not None:
-            lane = TALKING_LANE if self._talking.run_here() else LANE
             about.note("plan_exchange", lane, began)
-        return told
+        return Talk(asking, deciding, told)
 
-    def _taken_in(self, over: Talk, told: Told, decide: bool) -> list[Flight]:
+    def _taken_in(self, over: Talk, decide: bool) -> list[Flight]:
         """The step that was asked for, if all ranks have one: what all of them name of this home's
         rows is known then. `decide`: the oldest step before it is the next to be decided."""
-        if over.asking is None or over.asking.flight is None or told.asked.status is not Status.OK:
+        asking, _, told = over
+        if asking is None or asking.flight is None or told.asked.status is not Status.OK:
             return []
-        flight, alone = over.asking.flight, self.link.world.size == 1
+        flight, alone = asking.flight, self.link.world.size == 1
         began = time.perf_counter()
         for region, *named in zip(self.regions, told.named, told.counts, strict=True):
             region.planner.ingest(flight.step, flight.batch.kind, *named, decide, once=alone)
@@ -332,13 +343,13 @@ class StreamPlanner:
         self.ingested += 1
         return [flight]
 
-    def _why_ended(self, over: Talk, told: Told) -> BaseException | None:
+    def _why_ended(self, over: Talk) -> BaseException | None:
         """What to raise once the steps before the end are planned. Raises it where one rank stops,
         with which none is decided any more."""
-        verdict, failure = told.asked, None
+        verdict, failure = over.told.asked, None
         if verdict.status is Status.ERROR:
             failure = over.asking.error or _peer_error(verdict)
-            if over.deciding is not None and told.decided is None:
+            if over.deciding is not None and over.told.decided is None:
                 raise failure
         elif over.asking.status is Status.OK:
             log.warning(
@@ -366,32 +377,24 @@ class StreamPlanner:
     # --- a step is decided -------------------------------------------------------------------
 
     def _deciding(self, flight: Flight) -> Part:
-        """This home's part of the decisions on a step, whose batch is read before: none, and why,
-        if it has too few slots, fails, or the batch could not be read."""
-        began, error = time.perf_counter(), None
-        try:
-            flight.batch = flight.batch.loaded()
-        except Exception as caught:
-            error = caught
-        flight.note("load", LANE, began)
-        began, decisions, status = time.perf_counter(), [], Status.OK
+        """This home's part of the decisions on a step: none, and why, if it has too few slots, or
+        fails."""
+        began, error, status, decisions = time.perf_counter(), None, Status.OK, []
         planners = [region.planner for region in self.regions]
         rows = [planner.due_rows for planner in planners]
         if any([count > of.slots for count, of in zip(rows, planners, strict=True)]):
-            status, error = Status.TOO_LARGE, None
-        elif error is None:
+            status = Status.TOO_LARGE
+        else:
             try:
                 decisions = [planner.plan() for planner in planners]
             except Exception as caught:
-                error = caught
-        if error is not None:
-            status, decisions = Status.ERROR, []
+                status, error = Status.ERROR, caught
         flight.note("plan", LANE, began)
         return Part(flight.step, status, flight, error, rows, decisions)
 
-    def _require_decided(self, over: Talk, told: Told) -> None:
+    def _require_decided(self, over: Talk) -> None:
         """Raise on every rank if one of the homes could not decide a step."""
-        deciding = over.deciding
+        _, deciding, told = over
         if deciding is None or told.decided is None:
             return
         if told.decided.status is Status.TOO_LARGE:
@@ -400,9 +403,9 @@ class StreamPlanner:
         if told.decided.status is not Status.OK:
             raise deciding.error or _peer_error(told.decided)
 
-    def _planned(self, over: Talk, told: Told) -> list[Flight]:
+    def _planned(self, over: Talk) -> list[Flight]:
         """The step that all homes have decided, if there is one, with its plans."""
-        deciding = over.deciding
+        _, deciding, told = over
         if deciding is None or told.decided is None:
             return []
         flight = deciding.flight

@@ -7,7 +7,7 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 | stage | of step | thread | stream | reads | writes |
 |---|---|---|---|---|---|
 | `ingest` | t+P+L+1 or later | planner | host | ids | requests to homes, their windows |
-| `load` | t+P+1 | planner | host | the batch's file | dense features, labels |
+| `load` | t+P+1 | planner, talking | host | the batch's file | dense features, labels |
 | `plan`, `plan_exchange` | t+P+1 | planner, talking | host, gloo | windows | `StepPlan` by group |
 | `gather` | t+P+1 | movement | host | store[fetch_rows] | staging buffers |
 | `write_back` | t+P | movement | copy_out | cache[evict_slots] | a staging buffer |
@@ -23,9 +23,9 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 In the midst of a stream a home decides on a step in the same pass in which it takes in another, so
 `ingest` has that time. Where several threads plan, one of them does `ingest` up to the requests, of
 the step after that at which the planner is. With several ranks and a window a thread of its own
-does `plan_exchange`, beside the next `ingest` and `plan`, and ids are known two steps earlier. An
-evaluation step has `forward` in place of what follows `share_late`. `share_*` are of sharded rows,
-`return_rows` is where homes alone keep the optimizer state.
+does `load` and `plan_exchange`, beside the next `ingest` and `plan`, and ids are known two steps
+earlier. An evaluation step has `forward` in place of what follows `share_late`. `share_*` are of
+sharded rows, `return_rows` is where homes alone keep the optimizer state.
 
 Two schedules. *Overlapped*: three threads as above (`engine.queue`), and two waits in training:
 for the step's rows before anything reads them, and, before `sync` of several ranks, for the issue

@@ -62,7 +62,7 @@ class Threads:
             thread.start()
         self._others = list(zip(self._threads, queues, strict=True))
         """Those that are there for calls, until they are closed."""
-        self._end = weakref.finalize(self, _end, queues)  # where nobody closes them
+        self._end = weakref.finalize(self, _end, self._threads, queues)  # where nobody closes them
 
     def ranges(self, pieces: int) -> list[tuple[int, int]]:
         """What each thread gets of so many pieces: from which on, up to which."""
@@ -101,14 +101,15 @@ class Threads:
         """End the threads, but for one that is still at a call after a second."""
         self._others = []
         self._end()
-        for thread in self._threads:
-            thread.join(_LEAVING_S)
 
 
-def _end(queues: Sequence[SimpleQueue[Any]]) -> None:
-    """Let the threads of these end."""
+def _end(threads: Sequence[Thread], queues: Sequence[SimpleQueue[Any]]) -> None:
+    """End the threads of these queues, but for one that is still at a call after a second."""
     for asked in queues:
         asked.put(None)
+    for thread in threads:
+        if thread is not current_thread():
+            thread.join(_LEAVING_S)
 
 
 def _work(asked: SimpleQueue[Shared | None]) -> None:

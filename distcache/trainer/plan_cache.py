@@ -187,10 +187,9 @@ PREFETCH = 1
 """P that `auto` takes where memory and slots allow it; moving earlier changed little in
 `docs/results/step.md`."""
 
-_BETWEEN = 8
-"""Steps beside those of L and P, at most: one trains, two have plans and have not moved, one waits
-for its place in their queue, and of those beyond the window one has been read, of several ranks two
-more, and one by the thread that reads."""
+_BETWEEN, _TOLD_LATER = 5, 2
+"""Steps beside those of L and P: one trains, two have plans and have not moved, one waits for its
+place in their queue, and one beyond the window has been read; with several ranks so many more."""
 
 _ID_BYTES = 64
 """Of one id of a planned step: its id, row, bag, position, place in the occurrence order, and what
@@ -241,6 +240,7 @@ def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[Ta
     each = max(1, round(ids * _ID_BYTES + math.ceil(batch / world.size) * sample_bytes))
     seen = together(world, lambda: (_room(each, world), ids))
     room, ids = min(found for found, _ in seen), max(found for _, found in seen)
+    room -= _TOLD_LATER * (world.size > 1)
     lookahead, prefetch = cache.lookahead, cache.prefetch
     if prefetch == AUTO and room < PREFETCH:
         prefetch = 0

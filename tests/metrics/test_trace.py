@@ -27,8 +27,9 @@ from distcache.engine.tracing import (
 from distcache.errors import ConfigError
 
 MOVEMENT = ["gather", "write_back", "fill", "scatter"]
-PLANNING = ["ingest", "ingest", "load", "plan", "plan"]
+PLANNING = ["ingest", "ingest", "plan", "plan"]
 """Its rows are asked for and taken in; it is decided and, once it is told of, put together."""
+TALKING = ["load", "plan_exchange"]
 LOOP = ["forward_backward", "sync", "apply"]
 
 
@@ -106,7 +107,7 @@ def test_all_ranks_stages_are_on_one_clock(tmp_path, schedule) -> None:
         expected = {
             "planner": dict.fromkeys(steps, PLANNING),
             # Of the first steps, as nothing is told with them with L = 2, exchanges are their own.
-            "talking": {s: ["plan_exchange"] * (1 + (s <= 3)) for s in steps},
+            "talking": {s: TALKING[1:] * (s <= 3) + TALKING for s in steps},
             "movement": dict.fromkeys(steps, MOVEMENT),
             "training": {step: own + (["forward"] if step % 2 else LOOP) for step in steps},
         }

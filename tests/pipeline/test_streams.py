@@ -414,12 +414,12 @@ def talk(world: World) -> tuple:
             more.notify_all()
         return plain_exchange(asking, deciding)
 
-    def taken_in(over: Talk, *told: object) -> list:
+    def taken_in(over: Talk, decide: bool) -> list:
         if over.asking is not None and over.asking.flight is not None:
             following = over.asking.step + 1
             with more:
                 beside.append(more.wait_for(lambda: following in begun, 30))
-        return plain_taking(over, *told)
+        return plain_taking(over, decide)
 
     planner._exchange.exchange, planner._taken_in = exchanged, taken_in
     pauses = {1: 1.5 * PATIENCE_S}
