@@ -7,13 +7,16 @@ the same weights.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import random
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -52,6 +55,9 @@ _AHEAD = 16
 
 _POLL_S = 1.0
 
+_LOOKS = 1000.0
+"""Looks at a thread a second, on average."""
+
 
 class Job:
     """One checkout's ranks, from the start of their training to its end."""
@@ -79,8 +85,11 @@ class Job:
 
     def run(self, lead: int, steps: int, how: str = "run") -> list[Record]:
         """Train `lead + steps` steps; the meters of the last `steps`, by rank. `how`: `alone`:
-        from there on no calls are counted any more."""
-        return self._tell(how, lead, steps)
+        from there on no calls are counted any more; `seen`: nor there, and every millisecond or so
+        it is seen what training and movement are at."""
+        found = self._tell(how, lead, steps)
+        self._threads = [rank["threads"] for rank in found]
+        return found
 
     def finish(self) -> float:
         """Train what is left, and end; the loss of the last step."""
@@ -89,7 +98,22 @@ class Job:
     def _tell(self, *words: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send(words)
+        if words[0] == "seen":
+            self._look()
         return [self._hear(rank) for rank in range(len(self._pipes))]
+
+    def _look(self) -> None:
+        """Look at threads that are on a core, at random moments, until all ranks answer."""
+        tgkill = ctypes.CDLL(None).tgkill
+        both = list(zip(self._pipes, self._children, strict=True))
+        while not all(pipe.poll() or child.poll() for pipe, child in both):
+            time.sleep(random.expovariate(_LOOKS))
+            for child, threads in zip(self._children, self._threads, strict=True):
+                for role in ("training", "movement"):
+                    with suppress(OSError, KeyError):  # it has ended
+                        stat = Path(f"/proc/{child.pid}/task/{threads[role]}/stat").read_text()
+                        if stat.rpartition(")")[2].split()[0] == "R":
+                            tgkill(child.pid, threads[role], signal.SIGPROF)
 
     def _hear(self, rank: int) -> Any:
         """The next answer of a rank; ConfigError with its log where it has ended instead."""

@@ -16,15 +16,18 @@ import inspect
 import itertools
 import json
 import os
+import re
 import resource
+import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import numpy as np
@@ -100,135 +103,122 @@ def layers(widths: list[int], last: bool) -> nn.Sequential:
 OPERATORS = (
     *("add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "truediv", "itruediv"),
     *("and", "or", "xor", "neg", "invert", "lt", "le", "gt", "ge", "getitem", "setitem"),
-    *("bool", "int", "float"),
+    *("bool", "int", "float", "len"),
 )
-"""Of tensors, of which `sys.setprofile` hears nothing unless `tell_operators` was called."""
+"""Of tensors."""
 
-
-def tell_operators() -> None:
-    """Let functions of this file do what the `OPERATORS` do, so that their time is torch's."""
-
-    def told(plain: Any) -> Any:
-        return lambda *given: plain(*given)
-
-    for name in OPERATORS:
-        method = f"__{name}__"
-        setattr(torch.Tensor, method, told(getattr(torch.Tensor, method)))
-
-
-class Work:
-    """One thread's calls of Python functions but this file's (`calls`), of these the package's
-    (`package_calls`), and calls of NumPy's (`numpy_calls`); milliseconds on its core of what is its
-    own (`own_ms`), and what told of it: events within it (`own_events`), and calls that are
-    another's (`turns`)."""
-
-    def __init__(self) -> None:
-        self.meters = dict.fromkeys(METERS, 0.0)
-        self.others = [False]
-        """Of each call that has not ended, whether its time is another's."""
-        self.replayed = 0
-        """How many calls there were outside `REPLAYED`, within which all is another's; 0 beside."""
-        self._since = time.thread_time()
-
-    def enter(self, other: bool | None) -> None:
-        """A call begins, whose time is another's, its own, or (None) as that of its caller."""
-        self.others.append(self.others[-1] if other is None else other)
-        self._turn(self.others[-2], self.others[-1])
-
-    def leave(self) -> None:
-        """The call that began last has ended."""
-        if len(self.others) > 1:
-            self._turn(self.others.pop(), self.others[-1])
-        if len(self.others) <= self.replayed:
-            self.replayed = 0
-
-    def _turn(self, before: bool, after: bool) -> None:
-        self.meters["own_events"] += not (before or after)
-        if before != after:
-            self.meters["turns"] += after
-            now = time.thread_time()
-            self.meters["own_ms"] += 0.0 if before else 1e3 * (now - self._since)
-            self._since = now
-
-
-_CALLS = 20_000
-
-TOLD = ("own_events", "turns")
-"""What takes time of a thread's own, since it is told."""
-
-METERS = ("calls", "package_calls", "numpy_calls", "own_ms", *TOLD)
+CALLS = ("calls", "package_calls", "numpy_calls")
 """What `Calls` tells of each thread."""
 
-
-REPLAYED = "_dense_pass"
-"""The function of the package that a GPU replays from a graph, whatever that calls."""
+_PACKAGE = str(Path(distcache.__file__).parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OPS = _PACKAGE + "ops" + os.sep
 
 
 class Calls:
-    """What each thread does by itself, told by `sys.setprofile`, until `over`.
-
-    Not its own is what torch does, the package's kernels (`ops`, which a device does), the model,
-    which is this file's, and all of `REPLAYED`; operators of tensors are told (`tell_operators`).
-    Compiled loops are a thread's own, and so is what it takes to let go of a tensor's memory.
-    """
+    """Each thread's calls of Python functions but this file's, of these the package's, and of
+    NumPy's functions, as `sys.setprofile` tells of them, until `over`."""
 
     def __init__(self) -> None:
-        self.threads: dict[int, Work] = defaultdict(Work)
+        self.threads: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys(CALLS, 0))
         self.over = False
-        package = str(Path(distcache.__file__).parent) + os.sep
-        others = (str(Path(torch.__file__).parent) + os.sep, package + "ops" + os.sep, __file__)
-        self._package, self._others = package, others
-        self._known: dict[str, bool | None] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """What `sys.setprofile` calls."""
         if self.over:
             sys.setprofile(None)
             return
-        work = self.threads[threading.get_ident()]
-        if event == "call":
-            file = frame.f_code.co_filename
-            if frame.f_code.co_name == REPLAYED:
-                work.replayed = len(work.others)
-            if file != __file__ and not work.replayed:
-                work.meters["calls"] += 1
-                work.meters["package_calls"] += file.startswith(self._package)
-            if file not in self._known:
-                other = file.startswith(self._others)
-                known = other or file.startswith(self._package)
-                self._known[file] = other if known else None
-            work.enter(work.replayed > 0 or self._known[file])
+        counts = self.threads[threading.get_ident()]
+        if event == "call" and (file := frame.f_code.co_filename) != __file__:
+            counts["calls"] += 1
+            counts["package_calls"] += file.startswith(_PACKAGE)
         elif event == "c_call":
             owner = argument.__module__ or getattr(argument.__self__, "__module__", "builtins")
-            work.meters["numpy_calls"] += owner.startswith("numpy")
-            work.enter(True if owner.startswith("torch") else None)
-        else:
-            work.leave()
+            counts["numpy_calls"] += owner.startswith("numpy")
 
-    def told_ms(self) -> dict[str, float]:
-        """What each of `TOLD` adds to a thread's own milliseconds: of many calls that do nothing,
-        what is counted as its own, less what they take untold."""
 
-        def own() -> None:
-            len(())
+REPLAYED = "_dense_pass"
+"""The function of the package that a GPU replays from a graph, whatever that calls."""
 
-        def spent(meter: str) -> float:
-            told, call = type(self)(), own if meter == "own_events" else torch.is_grad_enabled
-            told._known[__file__] = False  # what is called here is the thread's own
-            began = time.thread_time()
-            for _ in range(_CALLS):
-                call()
-            untold = 1e3 * (time.thread_time() - began)
-            sys.setprofile(told)
-            for _ in range(_CALLS):
-                call()
-            torch.is_grad_enabled()  # what is its own is counted where it ends
-            sys.setprofile(None)
-            found = told.threads[threading.get_ident()].meters
-            untold *= meter == "own_events"  # of a call that is torch's nothing is left
-            return (found["own_ms"] - untold) / found[meter]
+Frame = tuple[str, str]
+"""A file, and a function of it."""
 
-        return {meter: sorted(spent(meter) for _ in range(5))[2] for meter in TOLD}
+
+class Places:
+    """Where a thread is whenever SIGPROF comes to it: `faulthandler` writes its stack at that very
+    moment, also within a call of C, of which a profiler in Python hears when it has ended, and
+    which such a profiler makes longer.
+
+    A thread's own work is what neither torch does, nor the package's kernels (`ops`, which a device
+    does), nor the model, which is this file's, nor what is `REPLAYED`, but for the package's
+    backward of lookups, which comes after that. Compiled loops are a thread's own, and so is what
+    it takes to let go of a tensor's memory. Meanwhile functions of this file call those of torch
+    (`told`), so that a stack tells of them. A thread that a core has been taken from is seen where
+    it stands, so what wakes other threads up looks longer than it is where cores are few.
+    """
+
+    def __init__(self) -> None:
+        self._file = stack = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        faulthandler.register(signal.SIGPROF, stack, all_threads=False)
+        self._plain: list[tuple[Any, str, Any]] = []
+
+    def tell(self) -> None:
+        """Let functions of this file call torch's from now on."""
+        tensors, functions = torch.Tensor, (torch, torch.distributed.Work)
+        names = [f"__{name}__" for name in OPERATORS]
+        names += [name for name in dir(tensors) if not name.startswith("_")]
+        every = [(tensors, name) for name in names]
+        every += [(of, name) for of in functions for name in vars(of) if name[:1] != "_"]
+        kinds = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+        for owner, name in every:
+            plain = inspect.getattr_static(owner, name)
+            if isinstance(plain, kinds) or type(plain).__name__ == "instancemethod":
+                self._plain.append((owner, name, vars(owner).get(name)))
+                setattr(owner, name, told(getattr(owner, name)))
+
+    def untell(self) -> None:
+        """Let torch be called as ever."""
+        while self._plain:
+            owner, name, plain = self._plain.pop()
+            delattr(owner, name) if plain is None else setattr(owner, name, plain)
+
+    def take(self) -> dict[str, list[int]]:
+        """How often each thread was seen at work of its own, and at any, since the last time."""
+        self._file.seek(0)
+        text = self._file.read().decode(errors="replace")
+        self._file.seek(0)
+        self._file.truncate()
+        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for lines in text.split("Stack (most recent call first):")[1:]:
+            stack = [(file, name) for file, name in _FRAME.findall(lines)]
+            waits = stack and stack[0][1] == "wait"  # for a core, to hear of what it waited for
+            if stack and not waits and (__file__, "__call__") not in stack:  # of `Pace`
+                seen = found["training" if stack[-1][0] == __file__ else "movement"]
+                seen[0] += is_own(stack)
+                seen[1] += 1
+        return dict(found)
+
+
+_FRAME = re.compile(r'File "(.*)", line \d+ in (.*)')
+
+
+def told(plain: Any) -> Any:
+    """A function of this file that calls `plain`."""
+    return lambda *given, **named: plain(*given, **named)
+
+
+def is_own(stack: list[Frame]) -> bool:
+    """Whether a thread is at work of its own (`Places`), by its stack, the innermost call first."""
+    files = [file for file, _ in stack]
+    known = next((f for f in files if f.startswith((_PACKAGE, _TORCH)) or f == __file__), "")
+    if not known.startswith(_PACKAGE) or any(file.startswith(_OPS) for file in files):
+        return False
+    for file, name in stack:
+        if "autograd" in file:
+            return True
+        if name == REPLAYED:
+            return False
+    return True
 
 
 class Pace:
@@ -239,11 +229,11 @@ class Pace:
 
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
+        self._places = None if calls is None else Places()
         self.taken: dict[str, float] = {}
         """Milliseconds on cores so far, of what `OnlyPlans` tells."""
         self.over = False
         self._lead = self._steps = 0
-        self._told_ms = dict.fromkeys(TOLD, 0.0)
         self._marks: list[float] = []
         self._before: dict[str, dict[str, float]] = {}
 
@@ -260,10 +250,11 @@ class Pace:
             word, *numbers = self._pipe.recv()
             self.over = word == "stop"
             self._lead, self._steps = (0, 1 << 62) if word == "stop" else numbers
-            if word == "alone" and self._calls is not None:
-                self._calls.over = True
-                if not any(self._told_ms.values()):
-                    self._told_ms = self._calls.told_ms()
+            if self._calls is not None and self._places is not None:
+                self._calls.over |= word != "run"
+                self._places.untell()
+                if word == "seen":
+                    self._places.tell()
             gc.collect()
             self._before = self._meters()
             self._marks = [time.perf_counter()]
@@ -275,7 +266,8 @@ class Pace:
             meter: {role: (v - self._before[meter].get(role, 0)) / steps for role, v in of.items()}
             for meter, of in after.items()
         }
-        found["told_ms"] = self._told_ms
+        found["seen"] = {} if self._places is None else self._places.take()
+        found["threads"] = {role_of(each): each.native_id for each in threading.enumerate()}
         found["step_ms"] = (1e3 * np.diff(self._marks[self._lead :])).tolist()
         self._pipe.send(found)
 
@@ -286,7 +278,7 @@ class Pace:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         meters |= {"taken_ms": dict(self.taken), "faults": {"process": faults}}
         if self._calls is not None:
-            meters |= {meter: {} for meter in METERS}
+            meters |= {meter: {} for meter in CALLS}
         for thread in threading.enumerate():
             if thread.ident is None:
                 continue
@@ -295,7 +287,7 @@ class Pace:
                 clock = time.pthread_getcpuclockid(thread.ident)
                 found["cpu_ms"] = 1e3 * time.clock_gettime(clock)
             if self._calls is not None:
-                found |= self._calls.threads[thread.ident].meters
+                found |= self._calls.threads[thread.ident]
             for meter, value in found.items():
                 meters[meter][role] = meters[meter].get(role, 0) + value
         return meters
@@ -409,7 +401,6 @@ def main() -> None:
     pipe = Connection(int(os.environ["RANK_PIPE"]))
     calls = Calls() if spec["count"] else None
     if calls is not None:
-        tell_operators()
         threading.setprofile(calls)
         sys.setprofile(calls)
     pace = Pace(pipe, calls)

@@ -3,13 +3,15 @@
 
 Ranks train on the CPU in processes of their own, with the threads that they have beside a GPU. A
 thread's time on its core, less what torch, the package's kernels and the model take of it, is its
-own; stages are timed and results read as seldom and as late as beside a GPU. The cost model of
-`distcache.plan`, given what was measured, predicts steps beside an H100.
+own: it is looked at what training and movement are at, about every millisecond. Stages are timed
+and results read as seldom and as late as beside a GPU. The cost model of `distcache.plan`, given
+what was measured, predicts steps beside an H100.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
-from benchmarks.against_rank import TOLD
+from benchmarks.against_rank import CALLS
 from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
@@ -72,7 +74,13 @@ class HostOptions:
     width: int = option(8, "of every table; a thread's own work knows no width", least=1)
     ratio: float = option(0.015, "slots as a share of the rows")
     steps: int = option(10, "steps of a turn", least=1)
-    repetitions: int = option(4, "turns: first with calls counted, then without", least=1)
+    repetitions: int = option(4, "turns whose time is taken", least=1)
+    seen: int = option(
+        300,
+        "steps in which threads are looked at; each says as much of their own "
+        "work whatever it takes",
+        least=1,
+    )
     warmup: int = option(24, "steps before, of `batch`, in which the slots are filled", least=1)
     planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
     launch_us: float = option(7.0, "microseconds of a kernel's launch beside a GPU, an estimate")
@@ -101,7 +109,8 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     records: list[Record] = []
     for about in runs_of(options):
         log.info(" ".join(f"{key}={value}" for key, value in about.items()))
-        own = {"model": "dlrm", "lead": 0, "threads": 1, "repetitions": 2 * options.repetitions}
+        turns = 1 + options.repetitions + -(-options.seen // options.steps)
+        own = {"model": "dlrm", "lead": 0, "threads": 1, "repetitions": turns}
         own["warmup"] = options.warmup * options.batch // about["batch"]
         own |= about | {"batch": about["ranks"] * about["batch"]}
         of_run = SimpleNamespace(**asdict(options) | own)
@@ -184,8 +193,9 @@ def runs_of(options: HostOptions) -> list[Record]:
 
 
 def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> list[Record]:
-    """Turns of a run, first with calls counted, and of the other checkout's where there is one; a
-    record for each thread. `warmup`: steps before, until as many rows leave as come."""
+    """A turn of a run in which calls are counted, one in which threads are looked at, and those
+    whose time is taken, also of the other checkout's where there is one; a record for each thread.
+    `warmup`: steps before, until as many rows leave as come."""
     paths = checkouts(options.against)
     with ExitStack() as stack:
         jobs = {
@@ -195,36 +205,36 @@ def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> l
         for job in jobs.values():
             job.run(0, warmup)
 
-        def turns(how: str) -> dict[str, list[list[Record]]]:
-            run = {s: lambda _, job=job: job.run(0, options.steps, how) for s, job in jobs.items()}
-            return take_turns(run, options.repetitions)
+        def turns(how: str, steps: int, count: int = 1) -> dict[str, list[list[Record]]]:
+            run = {s: lambda _, job=job: job.run(0, steps, how) for s, job in jobs.items()}
+            return take_turns(run, count)
 
-        counted, alone = turns("run"), turns("alone")
+        counted, seen = turns("run", options.steps), turns("seen", options.seen)
+        alone = turns("alone", options.steps, options.repetitions)
         for job in jobs.values():
             job.finish()
     return [
         {"kind": "thread", **about, "side": side, "thread": thread}
-        | _thread(counted[side], alone[side], thread)
+        | _thread(counted[side][0], seen[side][0], alone[side], thread)
         for side, thread in product(paths, THREADS)
         if about["ranks"] > 1 or thread != "talking"
     ]
 
 
-def _thread(counted: Sequence[Any], alone: Sequence[Any], thread: str) -> Record:
-    """Milliseconds of a thread's core and its own ones, by turns, and its calls, a step and rank.
-
-    Of its own is taken what counting takes, by event and by turn, which a rank times at the end.
-    """
-
-    def of(turns: Sequence[Any], meter: str) -> list[float]:
-        return [of_ranks(ranks, meter).get(thread, 0.0) for ranks in turns]
-
-    own = np.array(of(counted, "own_ms"))
-    told_ms = of_ranks(alone[-1], "told_ms")
-    for meter in TOLD:
-        own -= told_ms[meter] * np.array(of(counted, meter))
-    calls = {key: of(counted, key)[-1] for key in ("calls", "package_calls", "numpy_calls")}
-    return {"core_ms": spread(of(alone, "cpu_ms")), "own_ms": spread(own.clip(0.0)), **calls}
+def _thread(
+    counted: Sequence[Record], seen: Sequence[Record], alone: Sequence[Any], thread: str
+) -> Record:
+    """Milliseconds of a thread's core, by turns, and its calls, a step and rank; and its own ones,
+    as the share of looks that saw it at work of its own, with the standard error of that."""
+    core = spread([of_ranks(ranks, "cpu_ms").get(thread, 0.0) for ranks in alone])
+    found: Record = {key: of_ranks(counted, key).get(thread, 0.0) for key in CALLS}
+    looks = [rank["seen"][thread] for rank in seen if thread in rank["seen"]]
+    if looks:
+        own, every = np.maximum(np.sum(looks, axis=0), (0.5, 1)).tolist()  # more than nothing
+        ms = {name: core["median"] * number / every for name, number in
+              (("ms", own), ("error", math.sqrt(own)))}  # fmt: skip
+        found["own_ms"] = ms | {"least": core["min"] * own / every, "looks": every}
+    return {"core_ms": core, **found}
 
 
 def constants(
@@ -245,7 +255,11 @@ def constants(
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
-    own = {id(record): 1e-3 * record["own_ms"]["min"] for record in here}
+    own = {
+        id(record): 1e-3 * (record["own_ms"]["least"] if "own_ms" in record else
+                            record["core_ms"]["min"])
+        for record in here
+    }  # fmt: skip
     times = replace(planner, planner_threads=1)
 
     def step(record: Record, times: HostTimes = times) -> Prediction:
@@ -342,8 +356,10 @@ SECTIONS = (
     Section(
         "Threads",
         "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
-        "thread does. Its own: without what torch, the package's kernels and the model take, from "
-        "turns in which calls are counted, less what counting takes. Calls of Python functions a "
+        "thread does. Its own: without what torch, the package's kernels and the model take: the "
+        "share of looks at the thread, at random moments of another turn, that saw it at work of "
+        "its own, and the standard error of that; planning and talking are their threads' own. "
+        "Calls of Python functions a "
         "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
         "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one "
         "of ten steps has its stages timed, and results are read two steps later. "
@@ -357,7 +373,7 @@ SECTIONS = (
             Column("checkout", "side"),
             Column("thread", "thread"),
             Column("on a core", "core_ms", _MS),
-            Column("its own", "own_ms", _MS),
+            Column("its own", "own_ms", lambda own: f"{own['ms']:.2f} ± {own['error']:.2f}"),
             Column("as predicted", "predicted_ms", ".2f"),
             Column("calls", "calls", ",.0f"),
             Column("of the package", "package_calls", ",.0f"),

@@ -258,8 +258,16 @@ class DeviceParts:
     """
 
     def __init__(self, mode: CachedParallel) -> None:
-        self._mode = mode
+        self._mode, count = mode, mode.tables.count
         self._most: dict[str, dict[str, int]] = {}
+        self._rows = 0
+
+        def counted(flight: Flight) -> None:  # once it is over, a step has no rows any more
+            grads = [leaf.grad for leaf in flight.leaves]
+            self._rows = nbytes([*flight.leaves, *grads, *all_of(flight.result.sums)])
+            count(flight)
+
+        mode.tables.count = counted
 
     def add(self, flight: Flight) -> None:
         """Take in one training step that was run."""
@@ -279,12 +287,10 @@ class DeviceParts:
                 moving += (len(shard.fetch_slots) + len(shard.evict_slots)) * of.row_bytes
         ids = [tensor for of in flight.where for tensor in of.tensors()]
         ids += [tensor for part in flight.lookups for bags in part for tensor in bags.tensors()]
-        grads = [leaf.grad for leaf in flight.leaves]
-        held = nbytes([*flight.leaves, *grads, *all_of(flight.result.sums)])
         on_device = ahead * nbytes([*ids, flight.dense, flight.labels])
         moved = sum(c.host_to_device_bytes + c.device_to_host_bytes for c in flight.counts)
         self._keep("ids", ahead * (_INDEX_BYTES * index + item * floats), on_device)
-        self._keep("rows", rows, held)
+        self._keep("rows", rows, self._rows)
         self._keep("moving", moving, moved)
 
     def _keep(self, name: str, expected: int, measured: int) -> None:

@@ -277,6 +277,8 @@ class Waiting:
 _SLICE_S = 1.0
 """How long a rank waits before it announces that, and between its looks for failures, seconds."""
 
+_SLICE = timedelta(seconds=_SLICE_S)
+
 
 class Link:
     """Collectives of `group`, for one thread at a time; `name` tells errors which talk it is.
@@ -345,7 +347,8 @@ class Link:
         A copy to each rank: gloo's own all-gather sends as many bytes round a ring, and a small
         one takes twice as long.
         """
-        size = self.world.size
+        if (size := self.world.size) == 1:
+            return lambda: tensor.unsqueeze(0)
         copies = tensor.expand(size, *tensor.shape).contiguous()
         return self.start_all_to_all(copies, [1] * size, [1] * size, category, what)
 
@@ -415,7 +418,7 @@ class Link:
 def _done(work: Any) -> bool:
     """Wait for `work` for one slice; whether it is done. Raises RuntimeError if it failed."""
     try:
-        work.wait(timedelta(seconds=_SLICE_S))
+        work.wait(_SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False

@@ -33,6 +33,9 @@ _KEPT = 64
 _ALL, _HELD = 2**62, -(2**62)
 """`_last` while every step that is released may move; `_released` while nothing may start to."""
 
+_HELD_ON_TO = 2
+"""Steps that are over and yet kept: training may still have the batch of one."""
+
 DEPTH = 2
 """Planned steps that wait for their movement: slack between the threads."""
 
@@ -98,6 +101,8 @@ class StepStream:
         self._unmoved: deque[Flight] = deque()
         self._released, self._last = _HELD, _ALL
         self._applied: deque[tuple[int, Mark]] = deque(maxlen=_KEPT)
+        self._over: deque[Flight] = deque()
+        """Steps that were run, of which `forget` tells."""
         self._issuing, self._moving, self._wanted = False, False, False
         self._coming = _HELD
         """The step that the planner hands in next, once it has handed in one."""
@@ -215,6 +220,8 @@ class StepStream:
                 with self._lock:
                     flight.moved, self._moving = True, False
                     self._news.notify()
+                while len(self._over) > _HELD_ON_TO:
+                    self._over.popleft()
         except BaseException as error:
             with self._lock:  # on this rank alone: nothing moves any more
                 self._issuing, self._moving, self._broken = False, False, error
@@ -283,6 +290,12 @@ class StepStream:
                 self._last = _ALL if last is None else last
                 self._applied.append((done, mark))
                 self._work.notify()
+
+    def forget(self, flight: Flight) -> None:
+        """A step is over, and training lets go of it: where movement has more to do, it gives the
+        step's memory back, which takes as long as much of what training does for a step."""
+        if self._moves and self._unmoved and not self.stopping:
+            self._over.append(flight)
 
     def release_rest(self) -> None:
         """Let the steps move that `release` held back by their number."""
@@ -355,6 +368,7 @@ class StepStream:
         with self._lock:
             self.stopping = True
             self._tell_all()
+        self._over.clear()
 
     def _tell_all(self) -> None:
         for condition in (self._room, self._work, self._news):

@@ -215,6 +215,8 @@ class CachedParallel(Parallel):
             tables.return_rows(flight)
         tables.count(flight)
         self.statistics.add(flight)
+        # The next step has this memory, whenever somebody looks at the result of this one.
+        flight.leaves, flight.sharded, flight.result.sums, flight.result.buffers = [], [], None, ()
         self._unread.append(flight)
         self._read(self.result_delay)
         if self.result_delay:
@@ -339,6 +341,8 @@ class CachedParallel(Parallel):
                 self._agreed(flight)
             self._unread.popleft()
             record(self.clock, flight, self.streams)
+            if flight.stream is not None:
+                flight.stream.forget(flight)
 
     def eval_step(self, step: Step) -> Tensor:
         """See `Parallel.eval_step`."""

@@ -32,7 +32,7 @@ def held(flight: Flight) -> dict[int, int]:
     """Bytes of a step's rows on the device, by where they lie: copies, gradients and sums."""
     tensors: list[Tensor | None] = [*flight.sharded, *flight.leaves]
     tensors += [leaf.grad for leaf in flight.leaves]
-    if flight.result is not None:
+    if flight.result is not None and flight.result.sums is not None:
         tensors += all_of(flight.result.sums)
     parts = [t.untyped_storage() for t in tensors if t is not None]
     return {part.data_ptr(): part.nbytes() for part in parts if part.nbytes()}
@@ -48,13 +48,20 @@ def measure(rank: int, size: int) -> list[tuple]:
         # Room for movement to be ahead as far as P allows.
         slots = tuple(3 * c for c in fitting_slots(CASE, size, placement))
         settings = CachedSettings("data", slots, 4, 2, placement=placement)
-        mode, most = make_mode(world, replace(CASE, optimizer=spec, lr=lr), settings), 0
-        for step in mode.stream(CASE.batch(s, rank, size) for s in range(CASE.steps)):
-            mode.train_step(step)
-            seen = held(step.flight)
+        mode, most = make_mode(world, replace(CASE, optimizer=spec, lr=lr), settings), []
+        count = mode.tables.count
+
+        def counted(flight: Flight, mode=mode, most=most, count=count) -> None:
+            seen = held(flight)
             for ahead in list(mode.tables.stream._known):
                 seen |= held(ahead) if ahead.moved else {}
-            most = max(most, sum(seen.values()))
+            most.append(sum(seen.values()))
+            count(flight)
+
+        mode.tables.count = counted
+        for step in mode.stream(CASE.batch(s, rank, size) for s in range(CASE.steps)):
+            mode.train_step(step)
+            assert held(step.flight) == {}  # the next step has that memory
         assert int(mode.applied) == CASE.steps
         regions, stateful, said = [], [], mode.summary()["embedding_device_bytes"]
         for rows in mode.rows:
@@ -65,7 +72,7 @@ def measure(rank: int, size: int) -> list[tuple]:
             assert sum(tensor.nbytes for tensor in tensors) == 4 * floats
             assert cache.slots == sum(regions[-1])
             said -= 4 * floats
-        found.append((regions, stateful, most, said))
+        found.append((regions, stateful, max(most), said))
         mode.close()
     close_world(world)
     return found

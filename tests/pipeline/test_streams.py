@@ -544,12 +544,15 @@ def test_a_batch_that_does_not_come_holds_up_no_closing(world, monkeypatch) -> N
 def test_steps_are_let_go_of_whatever_the_schedule(world) -> None:
     for schedule in ("serial", "overlapped"):
         mode, flights = make(world, schedule=schedule), []
-        for step in mode.stream(batches(world, range(5))):
+        for step in mode.stream(batches(world, range(9))):
             mode.train_step(step)
             flights.append(weakref.ref(step.flight))
-            if step.batch.index == 4:
+            if step.batch.index == 8:
                 gc.collect()
                 assert [flight() is None for flight in flights[:2]] == [True, True], schedule
+        del step
+        gc.collect()
+        assert not any(flight() for flight in flights), schedule
         mode.close()
 
 
