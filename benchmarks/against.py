@@ -7,16 +7,13 @@ the same weights.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import random
-import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -26,6 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.looks import Looks, look_until, shares
 from benchmarks.ranks import End, failed, started
 from benchmarks.report import Column, Record, Section
 from benchmarks.turns import ratios, shown, shown_range, spread, take_turns
@@ -55,8 +53,8 @@ _AHEAD = 16
 
 _POLL_S = 1.0
 
-_LOOKS = 1000.0
-"""Looks at a thread a second, on average."""
+_POOLED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Let a process keep the memory of tensors that it lets go of, as it does beside a GPU."""
 
 
 class Job:
@@ -66,7 +64,7 @@ class Job:
         """`spec`: what they train, as `against_rank` has it; `stack`: ends them at its end."""
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="against-")))
         settings = spec["settings"] | {"run.dir": str(self._folder / "run")}
-        spec = spec | {"checkout": str(checkout), "settings": settings}
+        spec, self._checkout = spec | {"checkout": str(checkout), "settings": settings}, checkout
         pairs = [Pipe() for _ in range(ranks)]
         self._pipes: list[Connection] = [stack.enter_context(mine) for mine, _ in pairs]
         path = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -76,7 +74,7 @@ class Job:
                 [End()] * ranks,
                 self._folder,
                 one_node=True,
-                more={"PYTHONPATH": path},
+                more={"PYTHONPATH": path} | (_POOLED if spec["late"] else {}),
                 pipes=[theirs.fileno() for _, theirs in pairs],
             )
         )
@@ -89,6 +87,8 @@ class Job:
         it is seen what training and movement are at."""
         found = self._tell(how, lead, steps)
         self._threads = [rank["threads"] for rank in found]
+        for rank, seen in zip(found, self._seen, strict=False):
+            rank["seen"] = seen
         return found
 
     def finish(self) -> float:
@@ -98,22 +98,29 @@ class Job:
     def _tell(self, *words: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send(words)
-        if words[0] == "seen":
-            self._look()
+        self._seen = self._look() if words[0] == "seen" else []
         return [self._hear(rank) for rank in range(len(self._pipes))]
 
-    def _look(self) -> None:
-        """Look at threads that are on a core, at random moments, until all ranks answer."""
-        tgkill = ctypes.CDLL(None).tgkill
-        both = list(zip(self._pipes, self._children, strict=True))
-        while not all(pipe.poll() or child.poll() for pipe, child in both):
-            time.sleep(random.expovariate(_LOOKS))
-            for child, threads in zip(self._children, self._threads, strict=True):
-                for role in ("training", "movement"):
-                    with suppress(OSError, KeyError):  # it has ended
-                        stat = Path(f"/proc/{child.pid}/task/{threads[role]}/stat").read_text()
-                        if stat.rpartition(")")[2].split()[0] == "R":
-                            tgkill(child.pid, threads[role], signal.SIGPROF)
+    def _look(self) -> list[dict[str, tuple[int, int]]]:
+        """Look at training and movement of all ranks until these answer; by rank, how often each
+        was seen at work of its own, and at any."""
+        package = str(self._checkout / "distcache") + os.sep
+        if not all(self._threads):
+            raise ConfigError("what threads are at is read as CPython 3.11 has it: set seen=0")
+        looks = [
+            {
+                role: Looks(child.pid, threads[role], package)
+                for role in ("training", "movement")
+                if role in threads
+            }
+            for child, threads in zip(self._children, self._threads, strict=True)
+        ]
+        ends = list(zip(self._pipes, self._children, strict=True))
+        every = [look for of_rank in looks for look in of_rank.values()]
+        look_until(lambda: all(pipe.poll() or child.poll() for pipe, child in ends), every)
+        for look in every:
+            look.end()
+        return [shares(of_rank) for of_rank in looks]
 
     def _hear(self, rank: int) -> Any:
         """The next answer of a rank; ConfigError with its log where it has ended instead."""

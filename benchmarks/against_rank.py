@@ -8,6 +8,7 @@ what to train by JSON, the only argument, and when by a pipe, whose descriptor i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import gc
@@ -16,11 +17,8 @@ import inspect
 import itertools
 import json
 import os
-import re
 import resource
-import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -111,8 +109,6 @@ CALLS = ("calls", "package_calls", "numpy_calls")
 """What `Calls` tells of each thread."""
 
 _PACKAGE = str(Path(distcache.__file__).parent) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OPS = _PACKAGE + "ops" + os.sep
 
 
 class Calls:
@@ -137,38 +133,20 @@ class Calls:
             counts["numpy_calls"] += owner.startswith("numpy")
 
 
-REPLAYED = "_dense_pass"
-"""The function of the package that a GPU replays from a graph, whatever that calls."""
-
-Frame = tuple[str, str]
-"""A file, and a function of it."""
-
-
-class Places:
-    """Where a thread is whenever SIGPROF comes to it: `faulthandler` writes its stack at that very
-    moment, also within a call of C, of which a profiler in Python hears when it has ended, and
-    which such a profiler makes longer.
-
-    A thread's own work is what neither torch does, nor the package's kernels (`ops`, which a device
-    does), nor the model, which is this file's, nor what is `REPLAYED`, but for the package's
-    backward of lookups, which comes after that. Compiled loops are a thread's own, and so is what
-    it takes to let go of a tensor's memory. Meanwhile functions of this file call those of torch
-    (`told`), so that a stack tells of them. A thread that a core has been taken from is seen where
-    it stands, so what wakes other threads up looks longer than it is where cores are few.
-    """
+class Told:
+    """Lets functions of this file call torch's, while it does, so that a stack (`benchmarks.looks`)
+    tells of calls of C too."""
 
     def __init__(self) -> None:
-        self._file = stack = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        faulthandler.register(signal.SIGPROF, stack, all_threads=False)
         self._plain: list[tuple[Any, str, Any]] = []
 
-    def tell(self) -> None:
-        """Let functions of this file call torch's from now on."""
-        tensors, functions = torch.Tensor, (torch, torch.distributed.Work)
+    def begin(self) -> None:
+        """From now on."""
         names = [f"__{name}__" for name in OPERATORS]
-        names += [name for name in dir(tensors) if not name.startswith("_")]
-        every = [(tensors, name) for name in names]
-        every += [(of, name) for of in functions for name in vars(of) if name[:1] != "_"]
+        names += [name for name in dir(torch.Tensor) if not name.startswith("_")]
+        every = [(torch.Tensor, name) for name in names]
+        for of in (torch, torch.distributed.Work):
+            every += [(of, name) for name in vars(of) if not name.startswith("_")]
         kinds = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
         for owner, name in every:
             plain = inspect.getattr_static(owner, name)
@@ -176,49 +154,16 @@ class Places:
                 self._plain.append((owner, name, vars(owner).get(name)))
                 setattr(owner, name, told(getattr(owner, name)))
 
-    def untell(self) -> None:
-        """Let torch be called as ever."""
+    def end(self) -> None:
+        """Torch is called as ever."""
         while self._plain:
             owner, name, plain = self._plain.pop()
             delattr(owner, name) if plain is None else setattr(owner, name, plain)
-
-    def take(self) -> dict[str, list[int]]:
-        """How often each thread was seen at work of its own, and at any, since the last time."""
-        self._file.seek(0)
-        text = self._file.read().decode(errors="replace")
-        self._file.seek(0)
-        self._file.truncate()
-        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for lines in text.split("Stack (most recent call first):")[1:]:
-            stack = [(file, name) for file, name in _FRAME.findall(lines)]
-            waits = stack and stack[0][1] == "wait"  # for a core, to hear of what it waited for
-            if stack and not waits and (__file__, "__call__") not in stack:  # of `Pace`
-                seen = found["training" if stack[-1][0] == __file__ else "movement"]
-                seen[0] += is_own(stack)
-                seen[1] += 1
-        return dict(found)
-
-
-_FRAME = re.compile(r'File "(.*)", line \d+ in (.*)')
 
 
 def told(plain: Any) -> Any:
     """A function of this file that calls `plain`."""
     return lambda *given, **named: plain(*given, **named)
-
-
-def is_own(stack: list[Frame]) -> bool:
-    """Whether a thread is at work of its own (`Places`), by its stack, the innermost call first."""
-    files = [file for file, _ in stack]
-    known = next((f for f in files if f.startswith((_PACKAGE, _TORCH)) or f == __file__), "")
-    if not known.startswith(_PACKAGE) or any(file.startswith(_OPS) for file in files):
-        return False
-    for file, name in stack:
-        if "autograd" in file:
-            return True
-        if name == REPLAYED:
-            return False
-    return True
 
 
 class Pace:
@@ -229,7 +174,7 @@ class Pace:
 
     def __init__(self, pipe: Connection, calls: Calls | None) -> None:
         self._pipe, self._calls = pipe, calls
-        self._places = None if calls is None else Places()
+        self._told = Told()
         self.taken: dict[str, float] = {}
         """Milliseconds on cores so far, of what `OnlyPlans` tells."""
         self.over = False
@@ -250,11 +195,11 @@ class Pace:
             word, *numbers = self._pipe.recv()
             self.over = word == "stop"
             self._lead, self._steps = (0, 1 << 62) if word == "stop" else numbers
-            if self._calls is not None and self._places is not None:
+            if self._calls is not None:
                 self._calls.over |= word != "run"
-                self._places.untell()
-                if word == "seen":
-                    self._places.tell()
+            self._told.end()
+            if word == "seen":
+                self._told.begin()
             gc.collect()
             self._before = self._meters()
             self._marks = [time.perf_counter()]
@@ -266,8 +211,7 @@ class Pace:
             meter: {role: (v - self._before[meter].get(role, 0)) / steps for role, v in of.items()}
             for meter, of in after.items()
         }
-        found["seen"] = {} if self._places is None else self._places.take()
-        found["threads"] = {role_of(each): each.native_id for each in threading.enumerate()}
+        found["threads"] = states()
         found["step_ms"] = (1e3 * np.diff(self._marks[self._lead :])).tolist()
         self._pipe.send(found)
 
@@ -304,6 +248,31 @@ def role_of(thread: threading.Thread) -> str:
     if "plan" in thread.name:
         return "planning"
     return "movement" if "move" in thread.name else "other"
+
+
+_THREAD_ID = 152
+"""Where CPython 3.11 has a thread's `ident` in its state, in bytes."""
+
+
+def states() -> dict[str, tuple[int, int]]:
+    """What `benchmarks.looks` asks of this process' threads, by role: a thread's number in the
+    system, and where the interpreter has its state. Empty where that is not CPython 3.11."""
+    if sys.version_info[:2] != (3, 11) or sys.implementation.name != "cpython":
+        return {}
+    api, at = ctypes.pythonapi, {}
+    main, head, following = (
+        api.PyInterpreterState_Main,
+        api.PyInterpreterState_ThreadHead,
+        api.PyThreadState_Next,
+    )
+    for function in (main, head, following):
+        function.restype = ctypes.c_void_p
+    state = head(ctypes.c_void_p(main()))
+    while state:
+        at[ctypes.c_ulong.from_address(state + _THREAD_ID).value] = state
+        state = following(ctypes.c_void_p(state))
+    threads = [each for each in threading.enumerate() if each.ident in at]
+    return {role_of(each): (each.native_id or 0, at[each.ident or 0]) for each in threads}
 
 
 class OnlyPlans:

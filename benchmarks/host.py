@@ -77,9 +77,9 @@ class HostOptions:
     repetitions: int = option(4, "turns whose time is taken", least=1)
     seen: int = option(
         300,
-        "steps in which threads are looked at; each says as much of their own "
-        "work whatever it takes",
-        least=1,
+        "steps in which it is looked at what threads are at; 0: none, and all "
+        "that a thread does counts as its own",
+        least=0,
     )
     warmup: int = option(24, "steps before, of `batch`, in which the slots are filled", least=1)
     planner_threads: int = option(6, "of a predicted rank beside a GPU", least=1)
@@ -209,7 +209,8 @@ def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> l
             run = {s: lambda _, job=job: job.run(0, steps, how) for s, job in jobs.items()}
             return take_turns(run, count)
 
-        counted, seen = turns("run", options.steps), turns("seen", options.seen)
+        counted = turns("run", options.steps)
+        seen = turns("seen", options.seen) if options.seen else {side: [[]] for side in jobs}
         alone = turns("alone", options.steps, options.repetitions)
         for job in jobs.values():
             job.finish()

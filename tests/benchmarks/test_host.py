@@ -14,9 +14,10 @@ import torch
 from benchmark_checks import of, read_report
 from launching import CHECKOUT
 
-from benchmarks import against_rank, host
+from benchmarks import against_rank, host, looks
 from distcache.cost.cluster import HOST
 from distcache.cost.predict import BINDS
+from distcache.errors import ConfigError
 from distcache.parallel.cached import CachedParallel
 
 SMALL = ["size=small", "batch=64", "ratio=0.1", "steps=2", "repetitions=2", "warmup=12"]
@@ -92,14 +93,14 @@ OWN = {
         True,
         ("engine/gradients.py", "backward"),
         (f"{TORCH}/autograd/function.py", "apply"),
-        ("parallel/cached.py", against_rank.REPLAYED),
+        ("parallel/cached.py", looks.REPLAYED),
     ),
     "kernels": (False, (np.__file__, "f"), ("ops/reference.py", "put"), ("cache.py", "fill")),
     "torch, called by the package": (False, MODEL, ("cache.py", "gather")),
     "torch, in Python": (False, (f"{TORCH}/optim/sgd.py", "step"), ("optim.py", "masked_step")),
     "the library, called by torch": (False, (os.__file__, "f"), (f"{TORCH}/x.py", "f")),
     "the model": (False, MODEL, ("parallel/base.py", "predict")),
-    "replayed": (False, ("parallel/base.py", "predict"), ("x.py", against_rank.REPLAYED)),
+    "replayed": (False, ("parallel/base.py", "predict"), ("x.py", looks.REPLAYED)),
     "nobody's": (False, (os.__file__, "f")),
 }
 """Whether it is a thread's own work, and its stack, the innermost call first; of the package, where
@@ -108,50 +109,83 @@ no folder is named."""
 
 @pytest.mark.parametrize("what", OWN)
 def test_torch_kernels_and_model_are_not_a_threads_own_work(what):
-    own, *stack = OWN[what]
-    assert against_rank.is_own([(str(PACKAGE / file), name) for file, name in stack]) == own
-    assert callable(getattr(CachedParallel, against_rank.REPLAYED))
+    own, *calls = OWN[what]
+    stack = [(str(PACKAGE / file), name) for file, name in calls]
+    assert looks.is_own(stack, f"{PACKAGE}/") == own
+    assert callable(getattr(CachedParallel, looks.REPLAYED))
 
 
-SEEN = """
-import os, signal, sys, threading
+SPINS = """
+import sys, threading
 import torch
 from benchmarks import against_rank
 from distcache import layout
 
-places, plain = against_rank.Places(), torch.ones
+def spins(within):
+    while True:
+        within()
 
-def look(tensor):
-    os.kill(os.getpid(), signal.SIGPROF)  # the main thread is who is looked at
-    return tensor
+def until_told():
+    sys.stdin.readline()
 
-before = dict(vars(torch.Tensor))
-torch.Tensor.abs = look
-places.tell()
-assert torch.ones is not plain and torch.ones(2).sum() == 2 and len(torch.ones(2)) == 2
-torch.ones(1).abs()
-places.untell()
-torch.Tensor.abs = before["abs"] if "abs" in before else torch._C.TensorBase.abs
-assert torch.ones is plain and torch.ones(2).add(1).tolist() == [2.0, 2.0]
-layout.mixed = lambda: torch.ones(1)
-own = compile("def mixed(): look(None)", layout.__file__, "exec")
-exec(own, names := {"look": look})
-print(places.take())
-names["mixed"]()
-names["mixed"]()
-print(places.take(), places.take())
+names = {"spins": spins, "print": print}
+text = "def own():\\n    for _ in range(1000): pass"
+exec(compile(text, layout.__file__, "exec"), names)
+threading.current_thread().name = "training"
+print(*against_rank.states()["training"], flush=True)
+told = threading.Thread(target=until_told)
+told.start()
+while told.is_alive():
+    names["own"]()
+many = torch.ones(100_000)
+before, wrapped = torch.Tensor.add, against_rank.Told()
+wrapped.begin()
+print("told", flush=True)
+while torch.Tensor.add is not before and many.add(1)[0] == 2:
+    pass
 """
 
 
-def test_a_signal_says_where_a_thread_is() -> None:
-    """By functions that send themselves the signal: of no file that counts, called by the
-    package's."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEEN], cwd=CHECKOUT, capture_output=True, text=True, timeout=120
+def test_a_thread_of_another_process_is_seen_where_it_is() -> None:
+    """Which spins in a function of the package's file, and then in torch, which it calls."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", SPINS],
+        cwd=CHECKOUT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr
-    first, *others = done.stdout.split("\n")[:2]
-    assert (first, others) == ("{'movement': [0, 1]}", ["{'movement': [2, 2]} {}"])
+    try:
+        number, state = map(int, child.stdout.readline().split())
+        try:
+            look = looks.Looks(child.pid, (number, state), f"{PACKAGE}/")
+        except ConfigError as error:
+            pytest.skip(str(error))
+        looks.look_until(lambda: look.all >= 100, [look])
+        assert look.own > 90  # else it is between two calls, in this process' own words
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "told\n"
+        before = look.own, look.all
+        looks.look_until(lambda: look.all >= before[1] + 100, [look])
+        assert look.own == before[0]
+        look.end()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_torch_is_called_as_ever_once_nobody_looks() -> None:
+    plain = torch.ones, torch.Tensor.add, vars(torch.Tensor).keys(), torch.Tensor.__len__
+    told = against_rank.Told()
+    told.begin()
+    try:
+        assert torch.ones is not plain[0] and torch.Tensor.add is not plain[1]
+        assert torch.ones(2).add(1).sum() == 4 and len(torch.ones(2)) == 2
+    finally:
+        told.end()
+    assert (torch.ones, torch.Tensor.add) == plain[:2] and torch.Tensor.__len__ is plain[3]
+    assert vars(torch.Tensor).keys() == plain[2]
 
 
 def test_calls_are_counted_by_whose_they_are() -> None:

@@ -1,0 +1,160 @@
+"""Where a thread of another process is, at random moments: what part of its time is its own work.
+
+A profiler within a process makes calls longer, those of Python most; a handler of signals that
+writes stacks crashes now and then. Here another process stops one thread, reads the interpreter's
+stack from its memory, as py-spy does (https://github.com/benfred/py-spy), and lets it go on, all
+within a tenth of a millisecond; only threads that are on a core are looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from distcache.errors import ConfigError
+
+Frame = tuple[str, str]
+"""A file, and a function of it."""
+
+RATE = 1000.0
+"""Looks at a thread a second, on average."""
+
+REPLAYED = "_dense_pass"
+"""The function of the package that a GPU replays from a graph, whatever that calls."""
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_MODEL = str(Path(__file__).with_name("against_rank.py"))
+
+
+def is_own(stack: list[Frame], package: str) -> bool:
+    """Whether a thread is at work of its own, by its stack, the innermost call first; `package`:
+    the folder of its files, with a slash.
+
+    Not its own is what torch does, the package's kernels (`ops`, which a device does), the model,
+    which is `against_rank.py`'s, and what is `REPLAYED`, but for the package's backward of lookups,
+    which comes after that. Compiled loops are a thread's own, and so is what it takes to let go of
+    a tensor's memory.
+    """
+    files = [file for file, _ in stack]
+    known = next((f for f in files if f.startswith((package, _TORCH)) or f == _MODEL), "")
+    ops = package + "ops" + os.sep
+    if not known.startswith(package) or any(file.startswith(ops) for file in files):
+        return False
+    for file, name in stack:
+        if "autograd" in file:
+            return True
+        if name == REPLAYED:
+            return False
+    return True
+
+
+# Where CPython 3.11 has what a stack is read from, in bytes.
+_CFRAME = 56  # of a thread's state
+_CURRENT = 8  # of a cframe
+_CODE, _PREVIOUS, _FRAME = 32, 48, 56  # of a frame, and how much of it is read
+_FILE, _NAME = 112, 128  # of a code object
+_LENGTH, _KIND, _ASCII, _WIDE = 16, 32, 48, 72  # of a string: its text follows
+
+
+_SEIZE, _INTERRUPT, _CONTINUE, _DETACH, _ALL = 0x4206, 0x4207, 7, 17, 0x40000000
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+class Looks:
+    """Looks at one thread of a child process, by the main thread alone: `own` of `all` saw it at
+    work of its own."""
+
+    def __init__(self, process: int, thread: tuple[int, int], package: str) -> None:
+        """`thread`: its number in the system, and where its state lies. Raises ConfigError where
+        the system allows no looks."""
+        self._process, (self._id, self._state), self._package = process, thread, package
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.ptrace.argtypes = [ctypes.c_long] * 4
+        self._codes: dict[int, Frame] = {}
+        self.own = self.all = 0
+        if self._trace(_SEIZE) != 0:
+            raise ConfigError(
+                f"this system lets no process look at another one "
+                f"({os.strerror(ctypes.get_errno())}): allow ptrace, or set seen=0"
+            )
+
+    def look(self) -> None:
+        """One look, if the thread is on a core, and does not wait for one."""
+        stat = Path(f"/proc/{self._process}/task/{self._id}/stat").read_text()
+        if stat.rpartition(")")[2].split()[0] != "R":
+            return
+        self._trace(_INTERRUPT)
+        os.waitpid(self._id, _ALL)
+        try:
+            stack = self._stack()
+        except OSError:  # it was about to change
+            return
+        finally:
+            self._trace(_CONTINUE)
+        if stack and stack[0][1] != "wait" and (_MODEL, "__call__") not in stack:  # of `Pace`
+            self.all += 1
+            self.own += is_own(stack, self._package)
+
+    def end(self) -> None:
+        """Leave the thread alone."""
+        if self._trace(_INTERRUPT) == 0:
+            os.waitpid(self._id, _ALL)
+            self._trace(_DETACH)
+
+    def _trace(self, request: int) -> int:
+        return self._libc.ptrace(request, self._id, 0, 0)
+
+    def _read(self, start: int, size: int) -> bytes:
+        there = ctypes.create_string_buffer(size)
+        mine = _Part(ctypes.addressof(there), size)
+        its = _Part(start, size)
+        parts = ctypes.byref(mine), 1, ctypes.byref(its), 1, 0
+        if self._libc.process_vm_readv(self._process, *parts) != size:
+            raise OSError(ctypes.get_errno(), "memory that is not there")
+        return there.raw
+
+    def _pointer(self, start: int) -> int:
+        return struct.unpack("<Q", self._read(start, 8))[0]
+
+    def _text(self, start: int) -> str:
+        head = self._read(start, _WIDE)
+        (length,), (kind,) = (
+            struct.unpack_from(of, head, at) for of, at in (("<q", _LENGTH), ("<I", _KIND))
+        )
+        ascii_only = kind >> 5 & 3 == 3
+        return self._read(start + (_ASCII if ascii_only else _WIDE), length).decode("latin-1")
+
+    def _stack(self) -> list[Frame]:
+        """The calls that the thread is in, the innermost first."""
+        stack, frame = [], self._pointer(self._pointer(self._state + _CFRAME) + _CURRENT)
+        while frame:
+            head = self._read(frame, _FRAME)
+            code, frame = (struct.unpack_from("<Q", head, at)[0] for at in (_CODE, _PREVIOUS))
+            if code not in self._codes:
+                file, name = (self._pointer(code + at) for at in (_FILE, _NAME))
+                self._codes[code] = (self._text(file), self._text(name).rpartition(".")[2])
+            stack.append(self._codes[code])
+        return stack
+
+
+def look_until(over: Callable[[], bool], looks: list[Looks]) -> None:
+    """Look at threads at random moments until it is `over`."""
+    while not over():
+        time.sleep(random.expovariate(RATE))
+        for each in looks:
+            each.look()
+
+
+def shares(looks: Mapping[str, Looks]) -> dict[str, tuple[int, int]]:
+    """How often each thread was seen at work of its own, and at any."""
+    return {role: (each.own, each.all) for role, each in looks.items()}
