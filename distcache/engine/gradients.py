@@ -563,8 +563,7 @@ class DenseGradients:
         return finish
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What all ranks agree on after a training step.
 
     `loss`: mean over the global batch, float64; `bad_ranks`: ranks whose loss is not finite

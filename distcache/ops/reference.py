@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from distcache.ops.formulas import FORMULAS
 from distcache.ops.long_segments import SegmentChunks
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One step of one row optimizer: a formula of `formulas.py` with its numbers.
 
     Numbers are Python floats, rounded to the dtype of the rows when they are used.

@@ -320,7 +320,7 @@ class CachedParallel(Parallel):
             agreement = outcome.control.read()
             self._bad_ranks = self._bad_ranks or agreement.bad_ranks
             if self._bad_ranks:
-                agreement = replace(agreement, bad_ranks=self._bad_ranks)
+                agreement = agreement._replace(bad_ranks=self._bad_ranks)
             outcome.agreement = agreement
             if self._bad_ranks and self.result_delay:  # it counted, before anybody knew
                 self.applied -= 1
