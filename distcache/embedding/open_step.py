@@ -16,7 +16,8 @@ from torch.autograd import Variable
 from distcache.embedding.ids import ReadIds
 from distcache.engine.gradients import DeviceBags
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Flight, Span, Stage
-from distcache.engine.tables import Owners, StepRows
+from distcache.engine.step_rows import StepRows
+from distcache.engine.tables import Owners
 from distcache.errors import PlanError
 
 if TYPE_CHECKING:

@@ -34,7 +34,8 @@ from distcache.engine.groups import TableSettings
 from distcache.engine.planning import planner_threads
 from distcache.engine.queue import STOP_S
 from distcache.engine.step import APPLY, Flight, StageClock, record
-from distcache.engine.tables import CachedTables, all_of, choices_of
+from distcache.engine.step_rows import choices_of
+from distcache.engine.tables import CachedTables, all_of
 from distcache.engine.whole import Part, WholeTables
 from distcache.errors import NonFiniteLossError, PlanError
 from distcache.layout import TableSpec

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from distcache import lookahead
-from distcache.engine import tables
+from distcache.engine import step_rows
 
 FORWARD, THEIRS, BACKWARD = "forward has returned", "theirs", "backward has ended"
 MOVEMENT = "distcache-movement"
@@ -60,7 +60,7 @@ def issued(call: dict[str, Any]) -> list[str]:
     """The collectives of tensors of the device in the order of their issue; theirs, and what was
     over meanwhile."""
     dist.init_process_group("gloo")
-    tables.HomeGradient = torch.Tensor  # the device's tensors cannot be of another class
+    step_rows.HomeGradient = torch.Tensor  # the device's tensors cannot be of another class
     rank, said, plain = dist.get_rank(), [], (dist.all_to_all_single, dist.all_reduce)
     ebc = cached(device="cuda", timeout_s=60, **call["settings"])
     model = Summed(8 * 5, said)
