@@ -140,7 +140,7 @@ class SimulatedWorld:
         sizes = [sum(map(len, of)) for of in ([d.slots for d in own], [d.fetch for d in own])]
         plans = []
         for rank, request in enumerate(requests):
-            parts, tail = [HomePart(d.slots, d.fetch, d.replies[rank]) for d in shared], None
+            parts, tail = [HomePart(d.told, d.replies[rank], len(d.fetch)) for d in shared], None
             if own:
                 replies, masked = (tuple(home[rank] for home in of) for of in (told, masks))
                 how = (self._settings.early, self._routes[rank], masked)

@@ -202,7 +202,7 @@ def host_seconds(
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * fetched
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
-    size, told = exchange_of(demand, parts, found)
+    size, told = exchange_of(demand, parts)
     talker = threads.exchange_s * size + threads.told_s * told
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
@@ -214,21 +214,19 @@ def host_seconds(
     return HostSeconds(launches, planner, talker, mover), nbytes
 
 
-def exchange_of(
-    demand: Demand, parts: Sequence[Part], found: Sequence[Hits]
-) -> tuple[float, float]:
+def exchange_of(demand: Demand, parts: Sequence[Part]) -> tuple[float, float]:
     """What a rank does for an exchange of planners: how many times what two ranks do whatever they
     tell, and how many numbers it tells others.
 
     Rows are asked for, and homes answer with their places; of replicated ones they tell all ranks
-    the slots too, and which of them are fetched.
+    the slots too, in which lies which are fetched.
     """
     world = demand.world_size
     if world == 1:
         return 0.0, 0.0
     told = 2 * demand.rank_rows
-    for part, hits in zip(parts, found, strict=True):
-        told += part.copied * (part.rows.world_rows + hits.fetched)
+    for part in parts:
+        told += part.copied * part.rows.world_rows
     return 1 + EXCHANGE_GROWTH * (math.log2(world) - 1), told * (world - 1) / world
 
 

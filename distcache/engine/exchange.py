@@ -203,7 +203,7 @@ class PlanExchange:
             told.counts = [asks.counts for asks in asking.flight.asked]
         if deciding and decided and decided.status is Status.OK:
             of = deciding.decisions
-            told.parts = [[HomePart(own.slots, own.fetch, own.replies[0])] for own in of]
+            told.parts = [[HomePart(own.slots, own.replies[0], len(own.fetch))] for own in of]
             told.latest_use = [own.latest_use for own in of]
         return told
 
@@ -278,11 +278,11 @@ class PlanExchange:
         """Add the arrays of every group's `HomePart` to what each rank gets; bytes to others."""
         mine, first = self._rank, len(outgoing[0])
         for group, decision in enumerate(deciding.decisions):
-            slots, fetch, replies = decision.slots, decision.fetch, decision.replies
-            if group in self._sharded:
-                slots, fetch, replies = _NONE, _NONE, self._with_masks(decision)
+            sharded = group in self._sharded
+            slots = _NONE if sharded else decision.told
+            replies = self._with_masks(decision) if sharded else decision.replies
             for parts, reply in zip(outgoing, replies, strict=True):
-                parts += (slots, fetch, reply)
+                parts += (slots, reply)
         others = [parts for rank, parts in enumerate(outgoing) if rank != mine]
         return _WIRE().itemsize * sum([len(part) for parts in others for part in parts[first:]])
 
@@ -303,14 +303,14 @@ class PlanExchange:
         lengths = [[of_group[rank] for of_group in named] for rank in range(self._size)]
         if deciding is None:
             return lengths
-        rows, fetched, asked = told.rows.tolist(), told.fetched.tolist(), _asked(deciding)
+        rows, asked = told.rows.tolist(), _asked(deciding)
         for home, own in enumerate(lengths):
             for group in range(self._groups):
-                count, there = asked[group][home], (rows[home][group], fetched[home][group])
+                count, there = asked[group][home], rows[home][group]
                 if group in self._sharded:
-                    there = 0, 0
+                    there = 0
                     count += 0 if self.routes is None else self.routes.numbers(home, count)
-                own += (*there, count)
+                own += (there, count)
         return lengths
 
     def _all_to_all(self, outgoing: Pieces, lengths: list[list[int]], what: str) -> Pieces:
@@ -328,9 +328,14 @@ class PlanExchange:
 
     def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
         """What all homes decided, from the `pieces` of each; mixed into the digest of them all."""
-        told.parts = [[] for _ in range(self._groups)]
-        for group, homes in enumerate(told.parts):
-            homes += [HomePart(*of_home[3 * group : 3 * group + 3]) for of_home in pieces]
+        fetched = told.fetched.T.tolist()
+        told.parts = [
+            [
+                HomePart(*of_home[2 * group : 2 * group + 2], count)
+                for of_home, count in zip(pieces, fetched[group], strict=True)
+            ]
+            for group in range(self._groups)
+        ]
         if self.routes is not None:
             for of_group, homes in zip(_asked(deciding), told.parts, strict=True):
                 for home, (count, part) in enumerate(zip(of_group, homes, strict=True)):
@@ -338,7 +343,7 @@ class PlanExchange:
                         masks = unpack(part.reply[count:], count, self.routes.mates)
                         homes[home] = replace(part, reply=part.reply[:count], masks=masks)
         self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
-        slots = [fold(part.slots) for homes in told.parts for part in homes]
+        slots = [fold(part.told) for homes in told.parts for part in homes]
         self._digest = zlib.crc32(np.array(slots), self._digest)
         told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
 

@@ -452,7 +452,7 @@ class StreamPlanner:
             )
         if mine is None:  # all rows are sharded
             mine = nothing((flight.step, flight.batch.kind), size)
-            parts = [HomePart(mine.slots, mine.fetch, mine.slots)] * size
+            parts = [HomePart(mine.told, mine.slots)] * size
         request = flight.requests[group]
         return self._ranks[group].assemble(request, parts, mine, move_after, sharded)
 

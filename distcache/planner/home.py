@@ -209,6 +209,13 @@ class HomeDecision:
     ingested: Ingested | None = None
 
     @cached_property
+    def told(self) -> np.ndarray:
+        """`slots` as other ranks are told them, int32 `[U_h]`: of a row to fetch the complement."""
+        told = self.slots.astype(np.int32)
+        told[self.fetch] = ~told[self.fetch]
+        return told
+
+    @cached_property
     def previous(self) -> np.ndarray:
         """The steps before it that named its rows last, -1 for none, int32 `[U_h]`; for sharded
         rows, of which others are to know."""

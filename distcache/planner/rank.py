@@ -57,16 +57,16 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class HomePart:
-    """What one home tells one rank about a step: slots of its rows, which of them are fetched
-    (indices, ascending), and the canonical index of every row that the rank asked it for.
+    """What one home tells one rank about a step: its `HomeDecision.told`, the canonical index of
+    every row that the rank asked it for, and how many rows are `fetched`.
 
-    Of sharded rows: neither slots nor `fetch`, and as `reply` that of `replies_to_all`; `masks`:
-    those of `masks_for_all`, None where there are none.
+    Of sharded rows: nothing `told`, and as `reply` that of `replies_to_all`; `masks`: those of
+    `masks_for_all`, None where there are none.
     """
 
-    slots: np.ndarray
-    fetch: np.ndarray
+    told: np.ndarray
     reply: np.ndarray
+    fetched: int = 0
     masks: np.ndarray | None = None
 
 
@@ -207,7 +207,7 @@ class RankPlanner:
 
         `sharded`: what the homes said of the sharded rows, if the group has any.
         """
-        home_counts = tuple([len(part.slots) for part in parts])
+        home_counts = tuple([len(part.told) for part in parts])
         base = list(accumulate(home_counts, initial=0))
         total = leaf_rows = base[-1]
         asked, shard = [part.reply for part in parts], None
@@ -215,18 +215,23 @@ class RankPlanner:
             shard = shard_plan(sharded, request.sharded.rows, move_after)
             leaf_rows = total + shard.rows
             asked.append(np.arange(total, leaf_rows, dtype=np.int32))
-        fetch = np.ascontiguousarray(_joined([part.fetch for part in parts], base), np.int32)
+        fetch_counts = tuple([part.fetched for part in parts])
         count, sizes = len(request.labels), list[int]()
         if self._world > 1:  # else these are there, and are not copied
             sizes = [total, len(request.places), sum(map(len, own.replies))]
-        arena, views = self._laid_out([count, count, len(fetch), *sizes])
+        arena, views = self._laid_out([count, count, sum(fetch_counts), *sizes])
         positions, order, fetched, *joined = views
         slots, touched, sources = joined or (None, None, None)
-        slots = np.ascontiguousarray(_joined([part.slots for part in parts], out=slots), np.int32)
         touched = _joined(asked, [*base[:-1], 0], touched)
         sources = _joined(own.replies, out=sources)
         missing = np.zeros(leaf_rows, np.uint8)
-        loops.mark(slots, fetch, missing, fetched)
+        if slots is None:
+            slots, fetch = (np.ascontiguousarray(of, np.int32) for of in (own.slots, own.fetch))
+            loops.mark(slots, fetch, missing, fetched)
+        else:
+            _joined([part.told for part in parts], out=slots)
+            fetch = np.empty(len(fetched), np.int32)
+            loops.untell(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         missed = self.occurrences(request, touched, missing, positions, order)
@@ -244,7 +249,7 @@ class RankPlanner:
             source_counts=tuple([len(reply) for reply in own.replies]),
             fetch=torch.from_numpy(fetch),
             fetch_slots=torch.from_numpy(fetched),
-            fetch_counts=tuple([len(part.fetch) for part in parts]),
+            fetch_counts=fetch_counts,
             fetch_rows=as_tensor(own.fetch_rows, np.int64),
             evict_slots=as_tensor(own.evict_slots),
             evict_rows=as_tensor(own.evict_rows, np.int64),

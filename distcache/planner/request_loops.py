@@ -414,6 +414,19 @@ def order_ids(
     return missed
 
 
+@compiled(types.void(out4, out4, out1, out4))
+def untell(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
+    """Make of `slots` as homes tell them (`HomeDecision.told`), int32 `[U]`, what they are. Those
+    of rows to fetch go to `fetched` (int32 `[m]`), the rows to `fetch` (int32 `[m]`), and a one to
+    `missing` (uint8) for each."""
+    count = 0
+    for i in range(len(slots)):
+        if slots[i] < 0:
+            slots[i] = ~slots[i]
+            fetch[at(count)], fetched[at(count)], missing[i] = i, slots[i], 1
+            count += 1
+
+
 @compiled(types.void(in4, in4, out1, out4))
 def mark(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
     """The `slots` (int32) of the rows `fetch` (int32 `[m]`), to `fetched` (int32 `[m]`), and a one

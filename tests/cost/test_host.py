@@ -88,7 +88,7 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
             assert time.threads.talker == 0
         # To three others: what it asks and answers, and as a home its part of what all have.
         told = 3 / 4 * 2 * step.rank_rows
-        told += 3 * (step.world_rows / 4 + fetched) if kind == REPLICATED else 0
+        told += 3 * step.world_rows / 4 if kind == REPLICATED else 0
         for times, took in ((HostTimes(exchange_s=1e-9), 1.27), (HostTimes(told_s=1e-9), told)):
             threads = predicted(kind, times).time.threads
             assert (threads.planner, threads.talker) == (0, pytest.approx(took * 1e-9))

@@ -117,7 +117,7 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
             decided = [home.plan() for home in homes]
             after = next_move_after(step - ahead, 1, [of.latest_use for of in decided], after)
             for rank, request in enumerate(waiting.popleft()):
-                told = [HomePart(of.slots, of.fetch, of.replies[rank]) for of in decided]
+                told = [HomePart(of.told, of.replies[rank], len(of.fetch)) for of in decided]
                 yield ranks[rank].assemble(request, told, decided[rank], after)
         threads.close()
 

@@ -19,7 +19,7 @@ from policy_reference import counted
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
-from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.home import HomeDecision, HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, one_piece
 from distcache.planner.shard import HotRows
 from distcache.planner.threads import Threads
@@ -148,11 +148,33 @@ def test_requests_that_wait_keep_their_room() -> None:
             home.ingest(step, "train", asked[-1][1].replicated.rows)
         for rows, request in asked:
             own = home.plan()
-            part = HomePart(own.slots, own.fetch, own.replies[0])
+            part = HomePart(own.slots, own.replies[0], len(own.fetch))
             plan = rank.assemble(request, [part], own, -1)
             found = np.empty(len(own.slots), np.int64)
             found[plan.positions.numpy()] = rows
             assert found[own.fetch].tolist() == own.fetch_rows.tolist()
+
+
+@examples(100)
+@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=60))
+def test_slots_that_a_home_tells_have_what_is_fetched(rows: list[tuple[int, bool]]) -> None:
+    """From the decision of a home to the plan of a rank, and the same as where one has both."""
+    slots = np.array([slot for slot, _ in rows], np.int32)
+    fetch = np.array([i for i, (_, comes) in enumerate(rows) if comes], np.int32)
+    none = np.empty(0, np.int32)
+    of = HomeDecision(0, "train", (none,), slots, fetch, none, none, none, -1, none)
+    assert of.told.dtype == np.int32 and of.slots.tolist() == slots.tolist()
+
+    def untold() -> list[list[int]]:
+        outs = of.told.copy(), np.full(len(fetch), -1, np.int32), np.zeros(len(slots), np.uint8)
+        fetched = np.full(len(fetch), -1, np.int32)
+        request_loops.untell(*outs, fetched)
+        return [out.tolist() for out in (*outs, fetched)]
+
+    missing, fetched = np.zeros(len(slots), np.uint8), np.empty(len(fetch), np.int32)
+    request_loops.mark(slots, fetch, missing, fetched)
+    both = [slots, fetch, missing, fetched]
+    assert by_all(untold) == [out.tolist() for out in both]
 
 
 @pytest.mark.parametrize("size", [3, 10**6])
