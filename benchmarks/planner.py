@@ -235,20 +235,21 @@ class Planning(Timed):
         self._counters = CollectiveCounters()
         pairs = [(placed.group, placed.slots)]
         self._regions = planning.home_regions(pairs, world.rank, ahead[1], policy, [None])
-        planner = planning.StreamPlanner(
+        self._planner = planning.StreamPlanner(
             Link(world, world.planning_group, self._counters, "the planning group"),
             [placed.group],
             self._regions,
             [placed.slots.all],
             TableSettings(lookahead=ahead[0], prefetch=ahead[1], placement=Placement(kind)),
         )
-        self._plans = planner.planned(feed, lambda: False)
+        self._plans = self._planner.planned(feed, lambda: False)
         self._parts, self._steps = no_seconds(), 0
 
     def work(self) -> int:
         """Plan the next step."""
         SPENT.clear()
         plans = next(self._plans).plans
+        self._planner.settle()  # the next exchange of this group may be another contender's
         for name, (wall, cpu) in SPENT.items():
             self._parts[name][0] += wall
             self._parts[name][1] += cpu
