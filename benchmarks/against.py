@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.looks import Looks, look_until, shares
+from benchmarks.looks import Looks, look_until
 from benchmarks.ranks import End, failed, started
 from benchmarks.report import Column, Record, Section
 from benchmarks.turns import ratios, shown, shown_range, spread, take_turns
@@ -101,12 +101,10 @@ class Job:
         self._seen = self._look() if words[0] == "seen" else []
         return [self._hear(rank) for rank in range(len(self._pipes))]
 
-    def _look(self) -> list[dict[str, tuple[int, int]]]:
-        """Look at training and movement of all ranks until these answer; by rank, how often each
-        was seen at work of its own, and at any."""
+    def _look(self) -> list[dict[str, tuple[float, float, float]]]:
+        """Look at training and movement of all ranks until these answer, or end; by rank, what
+        `Looks` has of each."""
         package = str(self._checkout / "distcache") + os.sep
-        if not all(self._threads):
-            raise ConfigError("what threads are at is read as CPython 3.11 has it: set seen=0")
         looks = [
             {
                 role: Looks(child.pid, threads[role], package)
@@ -115,12 +113,12 @@ class Job:
             }
             for child, threads in zip(self._children, self._threads, strict=True)
         ]
-        ends = list(zip(self._pipes, self._children, strict=True))
         every = [look for of_rank in looks for look in of_rank.values()]
-        look_until(lambda: all(pipe.poll() or child.poll() for pipe, child in ends), every)
-        for look in every:
-            look.end()
-        return [shares(of_rank) for of_rank in looks]
+        look_until(lambda: all(pipe.poll() for pipe in self._pipes), every)
+        return [
+            {role: (each.own, each.all, each.squares) for role, each in of_rank.items()}
+            for of_rank in looks
+        ]
 
     def _hear(self, rank: int) -> Any:
         """The next answer of a rank; ConfigError with its log where it has ended instead."""

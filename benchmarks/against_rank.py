@@ -211,7 +211,7 @@ class Pace:
             meter: {role: (v - self._before[meter].get(role, 0)) / steps for role, v in of.items()}
             for meter, of in after.items()
         }
-        found["threads"] = states()
+        found["threads"] = {} if self._calls is None else states()
         found["step_ms"] = (1e3 * np.diff(self._marks[self._lead :])).tolist()
         self._pipe.send(found)
 
@@ -256,9 +256,7 @@ _THREAD_ID = 152
 
 def states() -> dict[str, tuple[int, int]]:
     """What `benchmarks.looks` asks of this process' threads, by role: a thread's number in the
-    system, and where the interpreter has its state. Empty where that is not CPython 3.11."""
-    if sys.version_info[:2] != (3, 11) or sys.implementation.name != "cpython":
-        return {}
+    system, and where the interpreter has its state: as CPython 3.11 has it, alone."""
     api, at = ctypes.pythonapi, {}
     main, head, following = (
         api.PyInterpreterState_Main,

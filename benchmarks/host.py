@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
 from benchmarks.against_rank import CALLS
+from benchmarks.looks import require_looks
 from benchmarks.options import option
 from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
@@ -103,6 +104,8 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     ahead = "cache.lookahead=16", "cache.prefetch=1", f"cache.ratio={options.ratio}"
     config = compose_setting(options.size, (*layers, *ahead, *overrides))
     rows = list(config.data.table_rows)
+    if options.measured and options.seen:
+        require_looks()
     if not options.measured:
         own = {"planner_threads": options.planner_threads, "launch_s": 1e-6 * options.launch_us}
         return predictions(options, rows, replace(HOST, **own))
@@ -229,12 +232,14 @@ def _thread(
     as the share of looks that saw it at work of its own, with the standard error of that."""
     core = spread([of_ranks(ranks, "cpu_ms").get(thread, 0.0) for ranks in alone])
     found: Record = {key: of_ranks(counted, key).get(thread, 0.0) for key in CALLS}
-    looks = [rank["seen"][thread] for rank in seen if thread in rank["seen"]]
+    looks = [rank["seen"][thread] for rank in seen if rank.get("seen", {}).get(thread, (0, 0))[1]]
     if looks:
-        own, every = np.maximum(np.sum(looks, axis=0), (0.5, 1)).tolist()  # more than nothing
-        ms = {name: core["median"] * number / every for name, number in
-              (("ms", own), ("error", math.sqrt(own)))}  # fmt: skip
-        found["own_ms"] = ms | {"least": core["min"] * own / every, "looks": every}
+        own, every, squares = np.sum(looks, axis=0).tolist()
+        count = every**2 / squares  # as many looks that count alike (Kish 1965)
+        share = max(own / every, 0.5 / count)  # more than nothing
+        error = core["median"] * math.sqrt(share / count)
+        found["own_ms"] = {"ms": core["median"] * share, "error": error, "looks": count}
+        found["own_ms"]["least"] = core["min"] * share
     return {"core_ms": core, **found}
 
 
@@ -359,7 +364,8 @@ SECTIONS = (
         "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
         "thread does. Its own: without what torch, the package's kernels and the model take: the "
         "share of looks at the thread, at random moments of another turn, that saw it at work of "
-        "its own, and the standard error of that; planning and talking are their threads' own. "
+        "its own, each by the time that it was on a core since the one before, and the standard "
+        "error of that share; planning and talking are their threads' own. "
         "Calls of Python functions a "
         "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
         "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one "

@@ -3,7 +3,8 @@
 A profiler within a process makes calls longer, those of Python most; a handler of signals that
 writes stacks crashes now and then. Here another process stops one thread, reads the interpreter's
 stack from its memory, as py-spy does (https://github.com/benfred/py-spy), and lets it go on, all
-within a tenth of a millisecond; only threads that are on a core are looked at.
+within a tenth of a millisecond. A look counts by the time that the thread was on a core since the
+one before, so that one which waits for a core is not seen again and again where it stands.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import ctypes
 import os
 import random
 import struct
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -63,7 +65,19 @@ _FILE, _NAME = 112, 128  # of a code object
 _LENGTH, _KIND, _ASCII, _WIDE = 16, 32, 48, 72  # of a string: its text follows
 
 
-_SEIZE, _INTERRUPT, _CONTINUE, _DETACH, _ALL = 0x4206, 0x4207, 7, 17, 0x40000000
+_DEPTH, _CHARACTERS = 500, 4096
+"""Calls of a stack, and characters of a name, beyond which what was read is none."""
+
+_SEIZE, _INTERRUPT, _CONTINUE, _DETACH = 0x4206, 0x4207, 7, 17
+_ALL = 0x40000000  # threads of other processes too
+_STOPPED = 128  # the event of a stop that `_INTERRUPT` asked for
+_PATIENCE_S = 1.0
+
+
+def require_looks() -> None:
+    """Raise ConfigError where what threads are at cannot be read."""
+    if sys.version_info[:2] != (3, 11) or sys.implementation.name != "cpython":
+        raise ConfigError("what threads are at is read as CPython 3.11 has it: set seen=0")
 
 
 class _Part(ctypes.Structure):
@@ -71,48 +85,93 @@ class _Part(ctypes.Structure):
 
 
 class Looks:
-    """Looks at one thread of a child process, by the main thread alone: `own` of `all` saw it at
-    work of its own."""
+    """Looks at one thread of a child process, all by one thread of this one.
+
+    `own` of `all`: nanoseconds on a core that it is seen at work of its own, and at any; `squares`:
+    those of every look, squared, which say how much these are good for.
+    """
 
     def __init__(self, process: int, thread: tuple[int, int], package: str) -> None:
         """`thread`: its number in the system, and where its state lies. Raises ConfigError where
         the system allows no looks."""
         self._process, (self._id, self._state), self._package = process, thread, package
+        self._task = Path(f"/proc/{process}/task/{self._id}")
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.ptrace.argtypes = [ctypes.c_long] * 4
         self._codes: dict[int, Frame] = {}
-        self.own = self.all = 0
+        self.own = self.all = self.squares = 0.0
         if self._trace(_SEIZE) != 0:
             raise ConfigError(
                 f"this system lets no process look at another one "
                 f"({os.strerror(ctypes.get_errno())}): allow ptrace, or set seen=0"
             )
+        self._ran = self._ran_until_now()
 
     def look(self) -> None:
-        """One look, if the thread is on a core, and does not wait for one."""
-        stat = Path(f"/proc/{self._process}/task/{self._id}/stat").read_text()
-        if stat.rpartition(")")[2].split()[0] != "R":
+        """One look, if the thread runs, and does not wait to hear of what it waited for."""
+        before = self._ran
+        try:
+            state = (self._task / "stat").read_text().rpartition(")")[2].split()[0]
+            self._ran = self._ran_until_now()
+        except OSError:  # it has ended
             return
-        self._trace(_INTERRUPT)
-        os.waitpid(self._id, _ALL)
+        if state == "t":  # by a signal
+            self._go_on(os.WNOHANG)
+        if state != "R" or self._ran == before or not self._stop():
+            return
         try:
             stack = self._stack()
-        except OSError:  # it was about to change
+        except (OSError, ValueError):  # it was about to change
             return
         finally:
             self._trace(_CONTINUE)
         if stack and stack[0][1] != "wait" and (_MODEL, "__call__") not in stack:  # of `Pace`
-            self.all += 1
-            self.own += is_own(stack, self._package)
+            took = self._ran - before
+            self.all += took
+            self.own += took * is_own(stack, self._package)
+            self.squares += took * took
 
     def end(self) -> None:
         """Leave the thread alone."""
-        if self._trace(_INTERRUPT) == 0:
-            os.waitpid(self._id, _ALL)
-            self._trace(_DETACH)
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._trace(_INTERRUPT) == 0 and time.monotonic() < deadline:
+            if self._go_on(os.WNOHANG, _DETACH):
+                return
+            time.sleep(1e-3)
 
-    def _trace(self, request: int) -> int:
-        return self._libc.ptrace(request, self._id, 0, 0)
+    def _stop(self) -> bool:
+        """Stop the thread; False where it stopped for a signal, with which it goes on, or ended."""
+        if self._trace(_INTERRUPT) != 0:
+            return False
+        _, status = os.waitpid(self._id, _ALL)
+        return self._is_ours(status)
+
+    def _is_ours(self, status: int) -> bool:
+        """Whether a thread was stopped by `_INTERRUPT`; where a signal did that, it gets it."""
+        if not os.WIFSTOPPED(status):
+            return False
+        if status >> 16 != _STOPPED:
+            self._trace(_CONTINUE, os.WSTOPSIG(status))
+            return False
+        return True
+
+    def _go_on(self, how: int, request: int = _CONTINUE) -> bool:
+        """Let a thread that has stopped go on; whether it was by `_INTERRUPT`, or is no more."""
+        try:
+            found, status = os.waitpid(self._id, _ALL | how)
+        except ChildProcessError:
+            return True
+        if found and self._is_ours(status):
+            self._trace(request)
+            return True
+        return found != 0 and not os.WIFSTOPPED(status)
+
+    def _trace(self, request: int, data: int = 0) -> int:
+        return self._libc.ptrace(request, self._id, 0, data)
+
+    def _ran_until_now(self) -> int:
+        """Nanoseconds that the thread was on a core."""
+        return int((self._task / "schedstat").read_text().split()[0])
 
     def _read(self, start: int, size: int) -> bytes:
         there = ctypes.create_string_buffer(size)
@@ -131,13 +190,15 @@ class Looks:
         (length,), (kind,) = (
             struct.unpack_from(of, head, at) for of, at in (("<q", _LENGTH), ("<I", _KIND))
         )
+        if not 0 < length < _CHARACTERS:
+            raise OSError("no name")
         ascii_only = kind >> 5 & 3 == 3
         return self._read(start + (_ASCII if ascii_only else _WIDE), length).decode("latin-1")
 
     def _stack(self) -> list[Frame]:
         """The calls that the thread is in, the innermost first."""
         stack, frame = [], self._pointer(self._pointer(self._state + _CFRAME) + _CURRENT)
-        while frame:
+        while frame and len(stack) < _DEPTH:
             head = self._read(frame, _FRAME)
             code, frame = (struct.unpack_from("<Q", head, at)[0] for at in (_CODE, _PREVIOUS))
             if code not in self._codes:
@@ -148,13 +209,14 @@ class Looks:
 
 
 def look_until(over: Callable[[], bool], looks: list[Looks]) -> None:
-    """Look at threads at random moments until it is `over`."""
-    while not over():
-        time.sleep(random.expovariate(RATE))
+    """Look at threads at random moments until it is `over`, and leave them alone then. Whether
+    their process has ended is not to be asked meanwhile (`Popen.poll`): a stop looks like an end.
+    """
+    try:
+        while not over():
+            time.sleep(random.expovariate(RATE))
+            for each in looks:
+                each.look()
+    finally:
         for each in looks:
-            each.look()
-
-
-def shares(looks: Mapping[str, Looks]) -> dict[str, tuple[int, int]]:
-    """How often each thread was seen at work of its own, and at any."""
-    return {role: (each.own, each.all) for role, each in looks.items()}
+            each.end()

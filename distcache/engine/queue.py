@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -220,8 +220,9 @@ class StepStream:
                 with self._lock:
                     flight.moved, self._moving = True, False
                     self._news.notify()
-                while len(self._over) > _HELD_ON_TO:
-                    self._over.popleft()
+                with suppress(IndexError):  # training may let go of all meanwhile
+                    while len(self._over) > _HELD_ON_TO:
+                        self._over.popleft()
         except BaseException as error:
             with self._lock:  # on this rank alone: nothing moves any more
                 self._issuing, self._moving, self._broken = False, False, error

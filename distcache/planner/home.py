@@ -211,8 +211,9 @@ class HomeDecision:
     @cached_property
     def told(self) -> np.ndarray:
         """`slots` as other ranks are told them, int32 `[U_h]`: of a row to fetch the complement."""
-        told = self.slots.astype(np.int32)
-        told[self.fetch] = ~told[self.fetch]
+        slots, fetch = (np.ascontiguousarray(of, np.int32) for of in (self.slots, self.fetch))
+        told = np.empty_like(slots)
+        loops.tell_slots(slots, fetch, told)
         return told
 
     @cached_property

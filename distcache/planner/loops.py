@@ -223,6 +223,16 @@ def fold(values: np.ndarray) -> int:
     return found
 
 
+@compiled(types.void(in4, in4, out4))
+def tell_slots(slots: np.ndarray, fetch: np.ndarray, told: np.ndarray) -> None:
+    """`told` (int32 `[U]`) are the `slots` (int32 `[U]`), of the rows `fetch` (int32) the
+    complements."""
+    for i in range(len(slots)):
+        told[i] = slots[i]
+    for i in range(len(fetch)):
+        told[at(fetch[i])] = ~told[at(fetch[i])]
+
+
 @compiled(types.void(in4, in8, in8, out4))
 def join_parts(values: np.ndarray, bases: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
     """Those `values` of which each part has `counts` from `bases` on, without gaps."""

@@ -57,8 +57,9 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class HomePart:
-    """What one home tells one rank about a step: its `HomeDecision.told`, the canonical index of
-    every row that the rank asked it for, and how many rows are `fetched`.
+    """What one home tells one rank about a step: its `HomeDecision.told` (of a rank alone, which
+    has them, its slots), the canonical index of every row that the rank asked it for, and how many
+    rows are `fetched`.
 
     Of sharded rows: nothing `told`, and as `reply` that of `replies_to_all`; `masks`: those of
     `masks_for_all`, None where there are none.

@@ -187,10 +187,10 @@ PREFETCH = 1
 """P that `auto` takes where memory and slots allow it; moving earlier changed little in
 `docs/results/step.md`."""
 
-_BETWEEN, _TOLD_LATER = 7, 2
-"""Steps beside those of L and P: two are over, one trains, two have plans and have not moved, one
-waits for its place in their queue, and one beyond the window has been read; with several ranks so
-many more."""
+_BETWEEN, _TOLD_LATER = 9, 2
+"""Steps beside those of L and P: two are over and two, beside a GPU, were not looked at yet, one
+trains, two have plans and have not moved, one waits for its place in their queue, and one beyond
+the window has been read; with several ranks so many more."""
 
 _ID_BYTES = 64
 """Of one id of a planned step: its id, row, bag, position, place in the occurrence order, and what

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -163,10 +164,11 @@ def test_slots_that_a_home_tells_have_what_is_fetched(rows: list[tuple[int, bool
     fetch = np.array([i for i, (_, comes) in enumerate(rows) if comes], np.int32)
     none = np.empty(0, np.int32)
     of = HomeDecision(0, "train", (none,), slots, fetch, none, none, none, -1, none)
-    assert of.told.dtype == np.int32 and of.slots.tolist() == slots.tolist()
+    told = by_all(lambda: replace(of).told)
+    assert told.dtype == np.int32 and of.slots.tolist() == slots.tolist()
 
     def untold() -> list[list[int]]:
-        outs = of.told.copy(), np.full(len(fetch), -1, np.int32), np.zeros(len(slots), np.uint8)
+        outs = told.copy(), np.full(len(fetch), -1, np.int32), np.zeros(len(slots), np.uint8)
         fetched = np.full(len(fetch), -1, np.int32)
         request_loops.untell(*outs, fetched)
         return [out.tolist() for out in (*outs, fetched)]
