@@ -101,9 +101,9 @@ class Job:
         self._seen = self._look() if words[0] == "seen" else []
         return [self._hear(rank) for rank in range(len(self._pipes))]
 
-    def _look(self) -> list[dict[str, tuple[float, float, float]]]:
-        """Look at training and movement of all ranks until these answer, or end; by rank, what
-        `Looks` has of each."""
+    def _look(self) -> list[dict[str, tuple[int, int]]]:
+        """Look at training and movement of all ranks until these answer, or end; by rank, how often
+        each was seen at work of its own, and at any."""
         package = str(self._checkout / "distcache") + os.sep
         looks = [
             {
@@ -115,10 +115,7 @@ class Job:
         ]
         every = [look for of_rank in looks for look in of_rank.values()]
         look_until(lambda: all(pipe.poll() for pipe in self._pipes), every)
-        return [
-            {role: (each.own, each.all, each.squares) for role, each in of_rank.items()}
-            for of_rank in looks
-        ]
+        return [{role: (each.own, each.all) for role, each in of_rank.items()} for of_rank in looks]
 
     def _hear(self, rank: int) -> Any:
         """The next answer of a rank; ConfigError with its log where it has ended instead."""

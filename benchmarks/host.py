@@ -234,12 +234,10 @@ def _thread(
     found: Record = {key: of_ranks(counted, key).get(thread, 0.0) for key in CALLS}
     looks = [rank["seen"][thread] for rank in seen if rank.get("seen", {}).get(thread, (0, 0))[1]]
     if looks:
-        own, every, squares = np.sum(looks, axis=0).tolist()
-        count = every**2 / squares  # as many looks that count alike (Kish 1965)
-        share = max(own / every, 0.5 / count)  # more than nothing
-        error = core["median"] * math.sqrt(share / count)
-        found["own_ms"] = {"ms": core["median"] * share, "error": error, "looks": count}
-        found["own_ms"]["least"] = core["min"] * share
+        own, every = np.maximum(np.sum(looks, axis=0), (0.5, 1)).tolist()  # more than nothing
+        share, error = own / every, math.sqrt(own) / every
+        found["own_ms"] = {"ms": core["median"] * share, "least": core["min"] * share}
+        found["own_ms"] |= {"error": core["median"] * error, "looks": every}
     return {"core_ms": core, **found}
 
 
@@ -364,8 +362,8 @@ SECTIONS = (
         "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
         "thread does. Its own: without what torch, the package's kernels and the model take: the "
         "share of looks at the thread, at random moments of another turn, that saw it at work of "
-        "its own, each by the time that it was on a core since the one before, and the standard "
-        "error of that share; planning and talking are their threads' own. "
+        "its own, and the standard error of that share; planning and talking are their threads' "
+        "own. "
         "Calls of Python functions a "
         "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
         "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one "

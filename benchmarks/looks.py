@@ -3,8 +3,8 @@
 A profiler within a process makes calls longer, those of Python most; a handler of signals that
 writes stacks crashes now and then. Here another process stops one thread, reads the interpreter's
 stack from its memory, as py-spy does (https://github.com/benfred/py-spy), and lets it go on, all
-within a tenth of a millisecond. A look counts by the time that the thread was on a core since the
-one before, so that one which waits for a core is not seen again and again where it stands.
+within a tenth of a millisecond. A thread that waits for a core is seen where it stands, so that
+shares of looks are shares of its time on a core as far as there are cores enough.
 """
 
 from __future__ import annotations
@@ -85,11 +85,8 @@ class _Part(ctypes.Structure):
 
 
 class Looks:
-    """Looks at one thread of a child process, all by one thread of this one.
-
-    `own` of `all`: nanoseconds on a core that it is seen at work of its own, and at any; `squares`:
-    those of every look, squared, which say how much these are good for.
-    """
+    """Looks at one thread of a child process, all by one thread of this one; `own` of `all` saw it
+    at work of its own."""
 
     def __init__(self, process: int, thread: tuple[int, int], package: str) -> None:
         """`thread`: its number in the system, and where its state lies. Raises ConfigError where
@@ -99,25 +96,22 @@ class Looks:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.ptrace.argtypes = [ctypes.c_long] * 4
         self._codes: dict[int, Frame] = {}
-        self.own = self.all = self.squares = 0.0
+        self.own = self.all = 0
         if self._trace(_SEIZE) != 0:
             raise ConfigError(
                 f"this system lets no process look at another one "
                 f"({os.strerror(ctypes.get_errno())}): allow ptrace, or set seen=0"
             )
-        self._ran = self._ran_until_now()
 
     def look(self) -> None:
-        """One look, if the thread runs, and does not wait to hear of what it waited for."""
-        before = self._ran
+        """One look, if the thread can run, and does not wait to hear of what it waited for."""
         try:
             state = (self._task / "stat").read_text().rpartition(")")[2].split()[0]
-            self._ran = self._ran_until_now()
         except OSError:  # it has ended
             return
         if state == "t":  # by a signal
             self._go_on(os.WNOHANG)
-        if state != "R" or self._ran == before or not self._stop():
+        if state != "R" or not self._stop():
             return
         try:
             stack = self._stack()
@@ -126,10 +120,8 @@ class Looks:
         finally:
             self._trace(_CONTINUE)
         if stack and stack[0][1] != "wait" and (_MODEL, "__call__") not in stack:  # of `Pace`
-            took = self._ran - before
-            self.all += took
-            self.own += took * is_own(stack, self._package)
-            self.squares += took * took
+            self.all += 1
+            self.own += is_own(stack, self._package)
 
     def end(self) -> None:
         """Leave the thread alone."""
@@ -168,10 +160,6 @@ class Looks:
 
     def _trace(self, request: int, data: int = 0) -> int:
         return self._libc.ptrace(request, self._id, 0, data)
-
-    def _ran_until_now(self) -> int:
-        """Nanoseconds that the thread was on a core."""
-        return int((self._task / "schedstat").read_text().split()[0])
 
     def _read(self, start: int, size: int) -> bytes:
         there = ctypes.create_string_buffer(size)
