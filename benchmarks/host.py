@@ -367,7 +367,8 @@ SECTIONS = (
         "Calls of Python functions a "
         "step and rank: all, those of the package, and of NumPy's functions (ufuncs are none). As "
         "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one "
-        "of ten steps has its stages timed, and results are read two steps later. "
+        "of ten steps has its stages timed, results are read two steps later, and a process keeps "
+        "the memory that tensors let go of. "
         "Tables are narrow here, for memory's sake: what depends on the width is torch's.",
         "thread",
         (
