@@ -251,8 +251,8 @@ class DeviceParts:
     """What a cached mode keeps on the device, part by part, in bytes: as the design counts it, and
     as it is, the largest of any step; but for `slots` and `dense` it depends on the batch alone.
 
-    `slots`: C (D + S) elements per group. `ids`: index tensors, dense features and labels of the
-    P + 1 steps that are on the device at once. `rows`: a step's rows, their gradients and sums, 3 U
+    `slots`: C (D + S) elements per group. `ids`: index tensors, dense features and labels of P + 1
+    steps, beside those of a few that are over. `rows`: a step's rows, their gradients and sums, 3 U
     D, and of N sharded rows, of which H are this home's, (2 N + H) D. `moving`: rows on their way
     in and out. `dense`: parameters, gradients and optimizer state.
     """
