@@ -354,6 +354,7 @@ def test_two_ranks_plan_every_placement(tmp_path) -> None:
     head, records = read_report(out, planner.BENCH)
     assert head["command"][:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
     found = {r["mode"].removeprefix("plan, "): r for r in of(records, "mode") if "slots" in r}
+    assert found.pop("replicated, no table stays")["world_size"] == 2
     assert tuple(found) == KINDS
     for record in found.values():
         assert record["world_size"] == 2 and record["steady_eviction"] is True
