@@ -2,9 +2,9 @@
 
 A profiler within a process makes calls longer, those of Python most; a handler of signals that
 writes stacks crashes now and then. Here another process stops one thread, reads the interpreter's
-stack from its memory, as py-spy does (https://github.com/benfred/py-spy), and lets it go on, all
-within a tenth of a millisecond. A thread that waits for a core is seen where it stands, so that
-shares of looks are shares of its time on a core as far as there are cores enough.
+stack from its memory, as py-spy does (https://github.com/benfred/py-spy), and lets it go on, which
+takes about a tenth of a millisecond. A thread that waits for a core is seen where it stands, so
+that shares of looks are shares of its time on a core as far as there are cores enough.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ _CODE, _PREVIOUS, _FRAME = 32, 48, 56  # of a frame, and how much of it is read
 _FILE, _NAME = 112, 128  # of a code object
 _LENGTH, _KIND, _ASCII, _WIDE = 16, 32, 48, 72  # of a string: its text follows
 
-
 _DEPTH, _CHARACTERS = 500, 4096
 """Calls of a stack, and characters of a name, beyond which what was read is none."""
 
@@ -110,7 +109,7 @@ class Looks:
         except OSError:  # it has ended
             return
         if state == "t":  # by a signal
-            self._go_on(os.WNOHANG)
+            self._go_on()
         if state != "R" or not self._stop():
             return
         try:
@@ -127,7 +126,7 @@ class Looks:
         """Leave the thread alone."""
         deadline = time.monotonic() + _PATIENCE_S
         while self._trace(_INTERRUPT) == 0 and time.monotonic() < deadline:
-            if self._go_on(os.WNOHANG, _DETACH):
+            if self._go_on(_DETACH):
                 return
             time.sleep(1e-3)
 
@@ -147,10 +146,11 @@ class Looks:
             return False
         return True
 
-    def _go_on(self, how: int, request: int = _CONTINUE) -> bool:
-        """Let a thread that has stopped go on; whether it was by `_INTERRUPT`, or is no more."""
+    def _go_on(self, request: int = _CONTINUE) -> bool:
+        """Let a thread go on by `request`, if it has stopped; whether it did for `_INTERRUPT`, or
+        is no more."""
         try:
-            found, status = os.waitpid(self._id, _ALL | how)
+            found, status = os.waitpid(self._id, _ALL | os.WNOHANG)
         except ChildProcessError:
             return True
         if found and self._is_ours(status):

@@ -294,7 +294,7 @@ class StepStream:
 
     def forget(self, flight: Flight) -> None:
         """A step is over, and training lets go of it: where movement has more to do, it gives the
-        step's memory back, which takes as long as much of what training does for a step."""
+        step's memory back, which took a sixth of training's own work."""
         if self._moves and self._unmoved and not self.stopping:
             self._over.append(flight)
 

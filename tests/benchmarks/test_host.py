@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -143,11 +145,9 @@ while True:
 """
 
 
-@needs_looks
-@pytest.mark.parametrize("told", ["told", "untold"])
-def test_a_thread_of_another_process_is_seen_where_it_is(told: str) -> None:
-    """Which spins in a function of the package's file, and then in torch, which it calls: that is
-    seen where torch's calls are told."""
+@contextmanager
+def spinning(told: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[], looks.Looks]]]:
+    """A process that runs `SPINS`, and what makes one look at its training thread."""
     child = subprocess.Popen(
         [sys.executable, "-c", SPINS, told],
         cwd=CHECKOUT,
@@ -155,17 +155,28 @@ def test_a_thread_of_another_process_is_seen_where_it_is(told: str) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-
-    def seen() -> float:
-        """The share of a hundred looks that saw the package's own."""
-        look, late = looks.Looks(child.pid, thread, f"{PACKAGE}/"), time.monotonic() + 60
-        looks.look_until(lambda: look.all >= 100 or time.monotonic() > late, [look])
-        assert look.all >= 100
-        return look.own / look.all
-
     try:
-        first, second = map(int, child.stdout.readline().split())
-        thread = first, second
+        number, state = map(int, child.stdout.readline().split())
+        yield child, lambda: looks.Looks(child.pid, (number, state), f"{PACKAGE}/")
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@needs_looks
+@pytest.mark.parametrize("told", ["told", "untold"])
+def test_a_thread_of_another_process_is_seen_where_it_is(told: str) -> None:
+    """Which spins in a function of the package's file, and then in torch, which it calls: that is
+    seen where torch's calls are told."""
+    with spinning(told) as (child, looking):
+
+        def seen() -> float:
+            """The share of a hundred looks that saw the package's own."""
+            look, late = looking(), time.monotonic() + 60
+            looks.look_until(lambda: look.all >= 100 or time.monotonic() > late, [look])
+            assert look.all >= 100
+            return look.own / look.all
+
         assert seen() > 0.9  # else it is between two calls, in the words of `-c`
         child.stdin.write("go on\n")
         child.stdin.flush()
@@ -173,26 +184,15 @@ def test_a_thread_of_another_process_is_seen_where_it_is(told: str) -> None:
         assert (seen() > 0.5) == (told == "untold")
         child.send_signal(signal.SIGTERM)  # and nobody holds it any more
         assert child.wait(20) == -signal.SIGTERM
-    finally:
-        child.kill()
-        child.communicate()
 
 
 @needs_looks
 def test_a_signal_reaches_a_thread_that_is_looked_at() -> None:
     """The process ends of it, and who looks sees no more."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", SPINS, "untold"],
-        cwd=CHECKOUT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        first, second = map(int, child.stdout.readline().split())
-        look, late = looks.Looks(child.pid, (first, second), f"{PACKAGE}/"), time.monotonic() + 60
-        stat = Path(f"/proc/{child.pid}/task/{first}/stat")
-        sent: list[float] = []
+    with spinning("untold") as (child, looking):
+        look, late = looking(), time.monotonic() + 60
+        stat = Path(f"/proc/{child.pid}/task/{child.pid}/stat")
+        sent: list[int] = []
 
         def over() -> bool:
             if look.all > 9 and not sent:
@@ -203,9 +203,6 @@ def test_a_signal_reaches_a_thread_that_is_looked_at() -> None:
 
         looks.look_until(over, [look])
         assert sent and time.monotonic() < late
-    finally:
-        child.kill()
-        child.communicate()
 
 
 def test_torch_is_called_as_ever_once_nobody_looks() -> None:
