@@ -1,7 +1,8 @@
 """The planners' conversation: headers, requests to homes, decisions of the homes.
 
 One exchange takes a step's requests to their homes and the decisions on an earlier step to all
-ranks, in two collectives of the CPU's group: the headers, then both together. One header tells of
+ranks, in two collectives, of the CPU's group or through memory of one node: the headers, then both
+together. One header tells of
 both steps, so that an end, a stop or an error of one rank is known to all at the same step. All
 ranks make the same exchanges in the same order, one at a time.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from distcache.comm.link import PLANNING, Link
+from distcache.comm.mail import Mail
 from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
@@ -44,7 +46,7 @@ _WIRE = np.int32
 _NONE = np.empty(0, dtype=_WIRE)
 
 Pieces = list[list[np.ndarray]]
-"""Arrays by rank: what each gets, or what came from it."""
+"""Arrays by rank: what each gets alone, or what came from it."""
 
 
 class Status(IntEnum):
@@ -134,6 +136,8 @@ class PlanExchange:
         self._size, self._rank = link.world.size, link.world.rank
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
+        near = link.world.nodes.count == 1 and self._size > 1
+        self._mail = Mail(link.world, link.counters, link.name) if near else None
         self.routes = make_routes(link.world.nodes, link.world.rank)
         """Which way sharded rows go."""
 
@@ -146,12 +150,15 @@ class PlanExchange:
         among_all = self._size > 1 or self._sharded
         return (self._among_all if among_all else self._alone)(asking, deciding)
 
+    def close(self) -> None:
+        """Let go of what ranks of a node share."""
+        if self._mail is not None:
+            self._mail.close()
+
     def _among_all(self, asking: Part | None, deciding: Part | None) -> Told:
         """`exchange` of several ranks, or about sharded rows."""
         before, size = self._link.counters.planning_bytes, self._size
-        header = torch.from_numpy(self._header(asking, deciding))
-        what = f"header of {_step(asking, deciding)}"
-        table = self._link.start_all_gather(header, PLANNING, what)().numpy()
+        table = self._gather(self._header(asking, deciding), f"header of {_step(asking, deciding)}")
         lead = table[:, :LEAD].tolist()
         asked, decided = self._verdict(lead, ASKED, asking), self._verdict(lead, DECIDED, deciding)
         self._compare(table, lead, asked, decided)
@@ -163,6 +170,7 @@ class PlanExchange:
         said = asked or Verdict(Status.OK, ())
         told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
         outgoing: Pieces = [[] for _ in range(size)]
+        slots: list[np.ndarray] = []
         request = asking.flight if asking and asked and asked.status is Status.OK else None
         decides = deciding if decided and decided.status is Status.OK else None
         if request is not None:
@@ -175,10 +183,10 @@ class PlanExchange:
                 told.counts.append(by_home[:, self._rank])
                 start += size * shelves
         if decides is not None:
-            told.decision_bytes = self._tell(decides, outgoing)
+            told.decision_bytes = self._tell(decides, outgoing, slots)
         if request is not None or decides is not None:
             what = f"plans of {_step(asking if request else None, deciding)}"
-            pieces = self._all_to_all(outgoing, self._lengths(told, decides), what)
+            pieces = self._swap(outgoing, slots, self._lengths(told, decides), what)
             if request is not None:
                 groups = range(self._groups)
                 told.named = [[of[group] for of in pieces] for group in groups]
@@ -274,17 +282,19 @@ class PlanExchange:
                 f"the ranks run different configurations, data or package versions{why}"
             )
 
-    def _tell(self, deciding: Part, outgoing: Pieces) -> int:
-        """Add the arrays of every group's `HomePart` to what each rank gets; bytes to others."""
+    def _tell(self, deciding: Part, outgoing: Pieces, slots: list[np.ndarray]) -> int:
+        """Add of every group's `HomePart` the reply to what each rank gets, and to `slots`, which
+        all get, what is told; bytes to others."""
         mine, first = self._rank, len(outgoing[0])
         for group, decision in enumerate(deciding.decisions):
             sharded = group in self._sharded
-            slots = _NONE if sharded else decision.told
+            slots.append(_NONE if sharded else decision.told)
             replies = self._with_masks(decision) if sharded else decision.replies
             for parts, reply in zip(outgoing, replies, strict=True):
-                parts += (slots, reply)
+                parts.append(reply)
         others = [parts for rank, parts in enumerate(outgoing) if rank != mine]
-        return _WIRE().itemsize * sum([len(part) for parts in others for part in parts[first:]])
+        told = sum([len(part) for parts in others for part in parts[first:]])
+        return _WIRE().itemsize * (told + len(others) * sum(map(len, slots)))
 
     def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
         """The reply about sharded rows for each rank, followed by its masks, if any."""
@@ -305,25 +315,41 @@ class PlanExchange:
             return lengths
         rows, asked = told.rows.tolist(), _asked(deciding)
         for home, own in enumerate(lengths):
+            told = list[int]()
             for group in range(self._groups):
                 count, there = asked[group][home], rows[home][group]
                 if group in self._sharded:
                     there = 0
                     count += 0 if self.routes is None else self.routes.numbers(home, count)
-                own += (there, count)
+                own.append(count)
+                told.append(there)
+            own += told
         return lengths
 
-    def _all_to_all(self, outgoing: Pieces, lengths: list[list[int]], what: str) -> Pieces:
-        """Send each rank its parts (int32); from each the pieces of such lengths, `[W][n]`."""
-        flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
-        sends = [sum(map(len, parts)) for parts in outgoing]
-        receives, sent = list(map(sum, lengths)), torch.from_numpy(flat)
-        received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)().numpy()
-        pieces, start = list[list[np.ndarray]](), 0
-        for of_rank in lengths:
-            ends = list(accumulate(of_rank, initial=start))
-            pieces.append([received[first:last] for first, last in pairwise(ends)])
-            start = ends[-1]
+    def _gather(self, header: np.ndarray, what: str) -> np.ndarray:
+        """The headers of all ranks, int64 `[W, n]`."""
+        if self._mail is not None:
+            return self._mail.gather(header, what)
+        return self._link.start_all_gather(torch.from_numpy(header), PLANNING, what)().numpy()
+
+    def _swap(
+        self, own: Pieces, common: list[np.ndarray], lengths: list[list[int]], what: str
+    ) -> Pieces:
+        """Send each rank its `own` parts (int32), then those that are `common`; from each the
+        pieces of such lengths, `[W][n]`."""
+        if self._mail is not None:
+            came = self._mail.swap(own, common, what)
+        else:
+            outgoing = [[*parts, *common] for parts in own]
+            flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
+            sends = [sum(map(len, parts)) for parts in outgoing]
+            receives, sent = list(map(sum, lengths)), torch.from_numpy(flat)
+            received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)()
+            came = [part.numpy() for part in received.split(receives)]
+        pieces = list[list[np.ndarray]]()
+        for from_rank, of_rank in zip(came, lengths, strict=True):
+            ends = accumulate(of_rank, initial=0)
+            pieces.append([from_rank[first:last] for first, last in pairwise(ends)])
         return pieces
 
     def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
@@ -331,7 +357,7 @@ class PlanExchange:
         fetched = told.fetched.T.tolist()
         told.parts = [
             [
-                HomePart(*of_home[2 * group : 2 * group + 2], count)
+                HomePart(of_home[self._groups + group], of_home[group], count)
                 for of_home, count in zip(pieces, fetched[group], strict=True)
             ]
             for group in range(self._groups)

@@ -226,6 +226,7 @@ class StreamPlanner:
         """End its threads."""
         self.threads.close()
         self._talking.close()
+        self._exchange.close()
 
     def restore(self, step: int, held: Callable[[int, slice], np.ndarray]) -> None:
         """Forget undecided and unmoved plans: go on after `step` from what the device holds.

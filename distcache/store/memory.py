@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distcache.comm.link import together
+from distcache.comm.mail import ONE_NAMESPACE, Handle, handle_of, open_handle
 from distcache.comm.world import World
 from distcache.errors import MemoryTooSmallError, PeerError, human_bytes
 
@@ -130,9 +131,8 @@ def _text(file: Path) -> str:
 # that rank. It has no name, so nothing is left to clean up even after SIGKILL, and it does not
 # count against the size of /dev/shm.
 
-_Handle = tuple[str, tuple[int, int], int]
-"""Path by which the other local ranks find the memory, (device, inode) by which they know that it
-is the right one, and its bytes."""
+_Made = tuple[Handle, int]
+"""The memory that local rank 0 made, and its bytes."""
 
 
 def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:
@@ -145,20 +145,19 @@ def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:
     """
     made: list[int] = []
 
-    def make() -> _Handle | None:
+    def make() -> _Made | None:
         if world.local_rank:
             return None
         require_memory(size, what, way_out)
         try:  # no page of it exists before it is touched
             made.append(os.memfd_create("distcache"))
             os.ftruncate(made[0], size)
-            info = os.fstat(made[0])
         except OSError as error:
             raise MemoryTooSmallError(
                 f"the system refused {describe_bytes(size)} of shared memory for {what}: "
                 f"{error.strerror}; {way_out}"
             ) from error
-        return f"/proc/{os.getpid()}/fd/{made[0]}", (info.st_dev, info.st_ino), size
+        return handle_of(made[0]), size
 
     try:
         handles = together(world, make)
@@ -176,9 +175,9 @@ def tensor_in(memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: tor
     return flat.view(shape)
 
 
-def _map(handle: _Handle | None, size: int, world: World) -> mmap.mmap:
+def _map(made: _Made | None, size: int, world: World) -> mmap.mmap:
     """Map the creator's file into this process, read and write."""
-    path, file, nbytes = handle or ("", (0, 0), None)
+    handle, nbytes = made or (("", (0, 0)), None)
     if nbytes != size:
         raise PeerError(
             f"rank {world.rank} wants {size} bytes of shared memory, but rank {world.first_local}, "
@@ -187,16 +186,12 @@ def _map(handle: _Handle | None, size: int, world: World) -> mmap.mmap:
         )
     fd = -1
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        info = os.fstat(fd)
-        if (info.st_dev, info.st_ino) != file:
-            raise FileNotFoundError(2, "another process has this id here", path)
+        fd = open_handle(handle, os.O_RDWR)
         mapping = mmap.mmap(fd, size)
     except (OSError, ValueError, OverflowError) as error:
         raise PeerError(
-            f"rank {world.rank} cannot map the node's shared memory at {path}: {error}; the ranks "
-            "of a node must run as one user in one process namespace (one container), with an "
-            f"address space limit (ulimit -v) above {describe_bytes(size)}"
+            f"rank {world.rank} cannot map the node's shared memory at {handle[0]}: {error}; "
+            f"{ONE_NAMESPACE}, with an address space limit (ulimit -v) above {describe_bytes(size)}"
         ) from error
     finally:
         if fd >= 0:
