@@ -127,19 +127,14 @@ class Mail:
         """Let go of pipes and memory; a rank that waits for this one's word goes on waiting."""
         self._close()
 
-    def gather(self, numbers: np.ndarray, what: str) -> np.ndarray:
-        """Every rank's `numbers` (int64 `[n]`, of one length), `[W, n]`: as `swap`."""
-        said = self.swap([()] * self._world.size, [numbers.view(_WIRE)], what)
-        return np.stack(said).view(_WORD)
-
     def swap(
         self,
         parts: Sequence[Sequence[np.ndarray]],
         common: Sequence[np.ndarray],
         what: str,
-    ) -> list[np.ndarray]:
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Give each rank its `parts` (int32 `[...]`), and all of them what is `common`; by rank
-        what each gave this one, int32 `[n]`: its parts, then what is common.
+        what each gave this one, int32 `[n]`, and all.
 
         Called by all ranks in the same order; `what`: for errors. Raises PeerError that names the
         rank that failed, ended or did not come.
@@ -170,15 +165,15 @@ class Mail:
         except BaseException as error:  # what comes next would be taken for this
             self._failure = f"rank {mine} left {self._name}: {what}: {describe(error)}"
             raise
-        own = [np.concatenate([_NONE, *parts[mine], *common], dtype=_WIRE)]
-        return [own[0] if rank == mine else self._read(rank, turn) for rank in range(size)]
+        kept = tuple([np.concatenate([_NONE, *own], dtype=_WIRE) for own in (parts[mine], common)])
+        return [kept if rank == mine else self._read(rank, turn) for rank in range(size)]
 
-    def _read(self, rank: int, turn: int) -> np.ndarray:
+    def _read(self, rank: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
         """What `rank` told this one, and all."""
         size, mine = self._world.size, self._world.rank
         numbers = self._boxes[rank][turn].numbers(self._heard[rank].popleft())
         start, stop, last = numbers[[mine, mine + 1, size]].tolist()
-        return np.concatenate((numbers[start:stop], numbers[last:]))
+        return numbers[start:stop].copy(), numbers[last:].copy()
 
     def _wait(self, what: str) -> None:
         """Wait for the word of every other rank."""

@@ -1,10 +1,10 @@
 """The planners' conversation: headers, requests to homes, decisions of the homes.
 
 One exchange takes a step's requests to their homes and the decisions on an earlier step to all
-ranks, in two collectives, of the CPU's group or through memory of one node: the headers, then both
-together. One header tells of
-both steps, so that an end, a stop or an error of one rank is known to all at the same step. All
-ranks make the same exchanges in the same order, one at a time.
+ranks: on one node in one message, which its header leads, through memory (`comm.mail`); on several
+in two collectives of the CPU's group, the headers, then both together. One header tells of both
+steps, so that an end, a stop or an error of one rank is known to all at the same step. All ranks
+make the same exchanges in the same order, one at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,8 +45,22 @@ _WIRE = np.int32
 
 _NONE = np.empty(0, dtype=_WIRE)
 
+T = TypeVar("T")
+
 Pieces = list[list[np.ndarray]]
-"""Arrays by rank: what each gets alone, or what came from it."""
+"""Arrays by rank: what each gets alone."""
+
+Came = tuple[np.ndarray, np.ndarray]
+"""What came from one rank: for this one alone, and for all."""
+
+
+class FromRank(NamedTuple, Generic[T]):
+    """By group, the rows that a rank names of this home, its reply as a home to this rank, and the
+    slots that it tells all; or how long these are."""
+
+    requests: list[T]
+    replies: list[T]
+    slots: list[T]
 
 
 class Status(IntEnum):
@@ -157,8 +171,17 @@ class PlanExchange:
 
     def _among_all(self, asking: Part | None, deciding: Part | None) -> Told:
         """`exchange` of several ranks, or about sharded rows."""
-        before, size = self._link.counters.planning_bytes, self._size
-        table = self._gather(self._header(asking, deciding), f"header of {_step(asking, deciding)}")
+        before, size, at = self._link.counters.planning_bytes, self._size, _step(asking, deciding)
+        header, came = self._header(asking, deciding), list[Came]()
+        own, slots, told_bytes = self._outgoing(asking, deciding)
+        if self._mail is not None:
+            came = self._mail.swap(own, [header.view(_WIRE), *slots], f"plans of {at}")
+            cut = 2 * len(header)  # of int64
+            table = np.stack([common[:cut] for _, common in came]).view(np.int64)
+            came = [(alone, common[cut:]) for alone, common in came]
+        else:
+            sent = torch.from_numpy(header)
+            table = self._link.start_all_gather(sent, PLANNING, f"header of {at}")().numpy()
         lead = table[:, :LEAD].tolist()
         asked, decided = self._verdict(lead, ASKED, asking), self._verdict(lead, DECIDED, deciding)
         self._compare(table, lead, asked, decided)
@@ -166,33 +189,22 @@ class PlanExchange:
         numbers = table[:, ends:].reshape(size, self._groups, 3)
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
-        samples = [own[SAMPLES] for own in lead]
+        samples = [of_rank[SAMPLES] for of_rank in lead]
         said = asked or Verdict(Status.OK, ())
         told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
-        outgoing: Pieces = [[] for _ in range(size)]
-        slots: list[np.ndarray] = []
-        request = asking.flight if asking and asked and asked.status is Status.OK else None
-        decides = deciding if decided and decided.status is Status.OK else None
-        if request is not None:
-            for asks in request.asked:
-                for parts, of_home in zip(outgoing, asks.rows, strict=True):
-                    parts.append(of_home)
-            start = LEAD
-            for shelves in self._shelves:
-                by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
-                told.counts.append(by_home[:, self._rank])
-                start += size * shelves
-        if decides is not None:
-            told.decision_bytes = self._tell(decides, outgoing, slots)
-        if request is not None or decides is not None:
-            what = f"plans of {_step(asking if request else None, deciding)}"
-            pieces = self._swap(outgoing, slots, self._lengths(told, decides), what)
-            if request is not None:
-                groups = range(self._groups)
-                told.named = [[of[group] for of in pieces] for group in groups]
-                pieces = [of_rank[self._groups :] for of_rank in pieces]
-            if decides is not None:
-                self._take(told, numbers, decides, pieces)
+        brings = asked is not None and asked.status is Status.OK
+        decides = decided is not None and decided.status is Status.OK
+        if brings or decides:
+            counts, lengths = self._lengths(table, lead, deciding)
+            came = came or self._far(own, slots, lengths, f"plans of {at}")
+            pieces = [_cut(of, each) for of, each in zip(came, lengths, strict=True)]
+            if brings:
+                told.counts = counts
+                of_ranks = [of_rank.requests for of_rank in pieces]
+                told.named = [list(of_group) for of_group in zip(*of_ranks, strict=True)]
+            if decides:
+                told.decision_bytes = told_bytes
+                self._take(told, numbers, deciding, pieces)
         told.sent = self._link.counters.planning_bytes - before - told.decision_bytes
         return told
 
@@ -282,19 +294,25 @@ class PlanExchange:
                 f"the ranks run different configurations, data or package versions{why}"
             )
 
-    def _tell(self, deciding: Part, outgoing: Pieces, slots: list[np.ndarray]) -> int:
-        """Add of every group's `HomePart` the reply to what each rank gets, and to `slots`, which
-        all get, what is told; bytes to others."""
-        mine, first = self._rank, len(outgoing[0])
-        for group, decision in enumerate(deciding.decisions):
+    def _outgoing(
+        self, asking: Part | None, deciding: Part | None
+    ) -> tuple[Pieces, list[np.ndarray], int]:
+        """By rank what it alone gets, the rows of each group that its home is asked for and the
+        replies to it; the slots of each group, which all get; bytes of decisions to others."""
+        own: Pieces = [[] for _ in range(self._size)]
+        slots, told = list[np.ndarray](), 0
+        if asking is not None and asking.flight is not None:
+            for asks in asking.flight.asked:
+                for parts, of_home in zip(own, asks.rows, strict=True):
+                    parts.append(of_home)
+        for group, decision in enumerate(deciding.decisions if deciding else ()):
             sharded = group in self._sharded
             slots.append(_NONE if sharded else decision.told)
             replies = self._with_masks(decision) if sharded else decision.replies
-            for parts, reply in zip(outgoing, replies, strict=True):
+            for rank, (parts, reply) in enumerate(zip(own, replies, strict=True)):
                 parts.append(reply)
-        others = [parts for rank, parts in enumerate(outgoing) if rank != mine]
-        told = sum([len(part) for parts in others for part in parts[first:]])
-        return _WIRE().itemsize * (told + len(others) * sum(map(len, slots)))
+                told += (rank != self._rank) * (len(reply) + len(slots[-1]))
+        return own, slots, _WIRE().itemsize * told
 
     def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
         """The reply about sharded rows for each rank, followed by its masks, if any."""
@@ -307,57 +325,61 @@ class PlanExchange:
             for reply, of_rank in zip(replies, masks, strict=True)
         ]
 
-    def _lengths(self, told: Told, deciding: Part | None) -> list[list[int]]:
-        """Of the pieces that come from each rank: its rows, and its home's decisions; `[W][n]`."""
-        named = [counts.sum(1).tolist() for counts in told.counts]
-        lengths = [[of_group[rank] for of_group in named] for rank in range(self._size)]
-        if deciding is None:
-            return lengths
-        rows, asked = told.rows.tolist(), _asked(deciding)
-        for home, own in enumerate(lengths):
-            told = list[int]()
-            for group in range(self._groups):
-                count, there = asked[group][home], rows[home][group]
-                if group in self._sharded:
-                    there = 0
-                    count += 0 if self.routes is None else self.routes.numbers(home, count)
-                own.append(count)
-                told.append(there)
-            own += told
-        return lengths
+    def _lengths(
+        self, table: np.ndarray, lead: list[list[int]], deciding: Part | None
+    ) -> tuple[list[np.ndarray], list[FromRank[int]]]:
+        """Of each group, how many rows ranks ask this home for, `[W, shelves]`; and how long what
+        comes from each rank is."""
+        size, start, counts = self._size, LEAD, list[np.ndarray]()
+        for shelves in self._shelves:
+            by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
+            counts.append(by_home[:, self._rank])
+            start += size * shelves
+        requests = np.stack([of_group.sum(1) for of_group in counts], 1).tolist()
+        rows, asked = table[:, start::3].tolist(), _asked(deciding) if deciding else []
+        lengths = []
+        for home, of_home in enumerate(requests):
+            replies, slots = list[int](), list[int]()
+            if deciding is not None and lead[home][DECIDED] == Status.OK:
+                for group, of_group in enumerate(asked):
+                    count, there = of_group[home], rows[home][group]
+                    if group in self._sharded:
+                        there = 0
+                        count += 0 if self.routes is None else self.routes.numbers(home, count)
+                    replies.append(count)
+                    slots.append(there)
+            lengths.append(FromRank(of_home, replies, slots))
+        return counts, lengths
 
-    def _gather(self, header: np.ndarray, what: str) -> np.ndarray:
-        """The headers of all ranks, int64 `[W, n]`."""
-        if self._mail is not None:
-            return self._mail.gather(header, what)
-        return self._link.start_all_gather(torch.from_numpy(header), PLANNING, what)().numpy()
+    def _far(
+        self, own: Pieces, slots: list[np.ndarray], lengths: list[FromRank[int]], what: str
+    ) -> list[Came]:
+        """What `Mail.swap` brings but for headers, by a collective of ranks on several nodes."""
+        outgoing = [[*parts, *slots] for parts in own]
+        flat = np.concatenate([_NONE, *[part for parts in outgoing for part in parts]], dtype=_WIRE)
+        sends = [sum(map(len, parts)) for parts in outgoing]
+        receives, sent = [sum(map(sum, of_rank)) for of_rank in lengths], torch.from_numpy(flat)
+        received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)().numpy()
+        came, start = list[Came](), 0
+        for of_rank, count in zip(lengths, receives, strict=True):
+            end = start + count
+            common = end - sum(of_rank.slots)
+            came.append((received[start:common], received[common:end]))
+            start = end
+        return came
 
-    def _swap(
-        self, own: Pieces, common: list[np.ndarray], lengths: list[list[int]], what: str
-    ) -> Pieces:
-        """Send each rank its `own` parts (int32), then those that are `common`; from each the
-        pieces of such lengths, `[W][n]`."""
-        if self._mail is not None:
-            came = self._mail.swap(own, common, what)
-        else:
-            outgoing = [[*parts, *common] for parts in own]
-            flat = np.concatenate([part for parts in outgoing for part in parts], dtype=_WIRE)
-            sends = [sum(map(len, parts)) for parts in outgoing]
-            receives, sent = list(map(sum, lengths)), torch.from_numpy(flat)
-            received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)()
-            came = [part.numpy() for part in received.split(receives)]
-        pieces = list[list[np.ndarray]]()
-        for from_rank, of_rank in zip(came, lengths, strict=True):
-            ends = accumulate(of_rank, initial=0)
-            pieces.append([from_rank[first:last] for first, last in pairwise(ends)])
-        return pieces
-
-    def _take(self, told: Told, numbers: np.ndarray, deciding: Part, pieces: Pieces) -> None:
-        """What all homes decided, from the `pieces` of each; mixed into the digest of them all."""
+    def _take(
+        self,
+        told: Told,
+        numbers: np.ndarray,
+        deciding: Part,
+        pieces: list[FromRank[np.ndarray]],
+    ) -> None:
+        """What all homes decided, from the pieces of each; mixed into the digest of them all."""
         fetched = told.fetched.T.tolist()
         told.parts = [
             [
-                HomePart(of_home[self._groups + group], of_home[group], count)
+                HomePart(of_home.slots[group], of_home.replies[group], count)
                 for of_home, count in zip(pieces, fetched[group], strict=True)
             ]
             for group in range(self._groups)
@@ -372,6 +394,17 @@ class PlanExchange:
         slots = [fold(part.told) for homes in told.parts for part in homes]
         self._digest = zlib.crc32(np.array(slots), self._digest)
         told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
+
+
+def _cut(came: Came, lengths: FromRank[int]) -> FromRank[np.ndarray]:
+    """The pieces of what came from one rank."""
+    both = zip(came, ([*lengths.requests, *lengths.replies], lengths.slots), strict=True)
+    alone, common = (
+        [of[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
+        for of, counts in both
+    )
+    groups = len(lengths.requests)
+    return FromRank(alone[:groups], alone[groups:], common)
 
 
 def _asked(part: Part) -> list[list[int]]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from protocol_cases import caught
 from ranks import Job, run_ranks
 
@@ -21,7 +22,6 @@ from distcache.comm.link import PLANNING, CollectiveCounters, Link
 from distcache.comm.mail import Mail, handle_of, open_handle
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World, close_world, open_world
-from distcache.engine.exchange import PlanExchange
 from distcache.errors import PeerError
 
 ROUNDS = 40
@@ -37,54 +37,50 @@ def within(rank: int, size: int, work: Callable[[World], Any], timeout_s: float 
             close_world(world, orderly=False)
 
 
-def messages(rank: int, size: int) -> list[tuple]:
-    """Of each round: whether it is a header of so many numbers, or parts for each rank and common
-    ones; lengths from none to some that make boxes grow, of all ranks alike drawn."""
+Message = tuple[list[list[np.ndarray]], list[np.ndarray]]
+
+
+def messages(rank: int, size: int) -> list[Message]:
+    """Parts for each rank and common ones, of each round: from none to some that make boxes grow;
+    what a rank says, every other one can draw too."""
     found, random = [], np.random.default_rng(5)
     for nth in range(ROUNDS):
-        own = np.random.default_rng([7, rank, nth])
-        if nth % 2 == 0:
-            found.append(("header", own.integers(-(2**60), 2**60, random.integers(1, 90))))
-            continue
-        most = int(random.choice([1, 2, 300, 40_000]))
-
-        def drawn(own=own, most=most) -> list[np.ndarray]:
-            lengths = own.integers(0, most, own.integers(0, 4))
-            return [own.integers(-(2**31), 2**31 - 1, n).astype(np.int32) for n in lengths]
-
-        found.append(("parts", [drawn() for _ in range(size)], drawn()))
+        own, most = np.random.default_rng([7, rank, nth]), int(random.choice([1, 2, 300, 40_000]))
+        drawn = [
+            [
+                own.integers(-(2**31), 2**31 - 1, length).astype(np.int32)
+                for length in own.integers(0, most, own.integers(0, 4))
+            ]
+            for _ in range(size + 1)
+        ]
+        found.append((drawn[:-1], drawn[-1]))
     return found
 
 
 def both_ways(world: World) -> tuple[int, int]:
     """All messages by mail and by gloo, in whatever pace; bytes counted by either."""
-    counters, link = CollectiveCounters(), host_group(world)
+    counters, size = CollectiveCounters(), world.size
+    link = Link(world, world.planning_group, CollectiveCounters(), "the planning group")
     mail, pace = Mail(world, counters, "the mail"), np.random.default_rng(world.rank)
-    exchange = PlanExchange(link, [1], 0)
-    exchange.close()
-    exchange._mail = None  # as with several nodes
-    everyone = [messages(rank, world.size) for rank in range(world.size)]
-    link.counters.reset()
-    for nth, (kind, *said) in enumerate(everyone[world.rank]):
+    everyone = [messages(rank, size) for rank in range(size)]
+    for nth, (parts, common) in enumerate(everyone[world.rank]):
         time.sleep(float(pace.choice([0.0, 0.0, 0.003])))
-        if kind == "header":
-            found, expected = mail.gather(*said, "a"), exchange._gather(*said, "b")
-        else:
-            found = mail.swap(*said, "a")
-            sent = [(of[nth][1][world.rank], of[nth][2]) for of in everyone]
-            lengths = [[len(part) for part in (*own, *all_get)] for own, all_get in sent]
-            pieces = exchange._swap(*said, lengths, "b")
-            expected = [np.concatenate([*of, np.empty(0, np.int32)]) for of in pieces]
-        for mine, other in zip(found, expected, strict=True):
-            assert mine.dtype == other.dtype
-            np.testing.assert_array_equal(mine, other)
+        found = mail.swap(parts, common, f"round {nth}")
+        outgoing = [joined([*own, *common]) for own in parts]
+        theirs = [(own[nth][0][world.rank], own[nth][1]) for own in everyone]
+        lengths = [len(joined([*own, *to_all])) for own, to_all in theirs]
+        flat, sends = torch.from_numpy(joined(outgoing)), [len(to) for to in outgoing]
+        came = link.start_all_to_all(flat, sends, lengths, PLANNING, "twin")().split(lengths)
+        for (alone, to_all), twin, (own, _) in zip(found, came, theirs, strict=True):
+            assert (alone.dtype, to_all.dtype, len(alone)) == (np.int32, np.int32, len(joined(own)))
+            np.testing.assert_array_equal(np.concatenate((alone, to_all)), twin.numpy())
     mail.close()
     return getattr(counters, PLANNING), getattr(link.counters, PLANNING)
 
 
-def host_group(world: World) -> Link:
-    """A counting link of the planning group."""
-    return Link(world, world.planning_group, CollectiveCounters(), "the planning group")
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One array of all."""
+    return np.concatenate([np.empty(0, np.int32), *parts])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -97,9 +93,9 @@ def test_mail_brings_what_gloo_brings(size: int) -> None:
 def fails(world: World, how: str) -> list[str]:
     """What ranks say where rank 1 does not come to the third message, and to the one after it."""
     mail = Mail(world, CollectiveCounters(), "the mail")
-    one = np.arange(3)
+    one = [[()] * world.size, [np.arange(3)]]
     for nth in range(2):
-        mail.gather(one, f"header {nth}")
+        mail.swap(*one, f"round {nth}")
     if world.rank == 1 and how != "late":
         if how == "ends":
             os._exit(77)
@@ -108,8 +104,8 @@ def fails(world: World, how: str) -> list[str]:
         time.sleep(30)
     if world.rank == 1:
         time.sleep(3)
-        return [caught(lambda: mail.gather(one, "header 2"))]
-    return [caught(partial(mail.gather, one, f"header {nth}")) for nth in (2, 3)]
+        return [caught(lambda: mail.swap(*one, "round 2"))]
+    return [caught(partial(mail.swap, *one, f"round {nth}")) for nth in (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,7 @@ def test_who_does_not_come_is_named(how: str, timeout_s: float, said: str) -> No
     for rank in (0, 2):
         first, then = found[rank].value
         assert first.startswith("PeerError: ") and said in first, first
-        left = f"PeerError: rank {rank} left the mail: header 2: "
+        left = f"PeerError: rank {rank} left the mail: round 2: "
         assert then.startswith(left) and then.endswith(first.removeprefix("PeerError: ")), then
 
 
