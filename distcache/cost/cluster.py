@@ -79,9 +79,9 @@ class HostTimes:
     `decided_s` of one that a home decides on, `fetched_s` of one that it fetches, `placed_s` of one
     that a rank's plan has; `serial`: the share of all these that the planner's thread does alone,
     `planner_threads`: k, which share the rest. The talker: `exchange_s` of an exchange of two
-    planners, `told_s` of a number that one tells others. Movement: `moving_s` of a step, `listed_s`
-    of a distinct row that the rank names, `moved_s` of one that its home fetches or writes back,
-    `row_s` of one gathered or scattered. `name`: where the numbers come from.
+    planners, `told_s` of a number that one tells, or hears. Movement: `moving_s` of a step,
+    `listed_s` of a distinct row that the rank names, `moved_s` of one that its home fetches or
+    writes back, `row_s` of one gathered or scattered. `name`: where the numbers come from.
     """
 
     launch_s: float = 0.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster, Compute, HostTimes
+from distcache.cost.cluster import Cluster, Compute
 from distcache.cost.demand import Demand
 from distcache.cost.traffic import (
     AT_HOME,
@@ -178,13 +178,17 @@ occurrences), for a row of the plan (its slot, and again where it is fetched), f
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
 place among all rows, and the home's own)."""
 
-EXCHANGE_GROWTH = 0.27
-"""By how much an exchange of planners takes more of their cores with each doubling of the ranks
-beyond two, beside what is told in it: docs/results/exchange.md."""
+EXCHANGE_GROWTH = 0.37
+"""By how much an exchange of planners on one node takes more of their cores with each rank beyond
+two, beside what is told in it: docs/results/exchange.md."""
+
+FAR_EXCHANGE, FAR_EXCHANGE_GROWTH = 2.5, 0.27
+"""How many times as much one of two ranks on several nodes takes, by gloo; and by how much more
+with each doubling of the ranks: docs/results/exchange.md."""
 
 
 def host_seconds(
-    demand: Demand, threads: HostTimes, parts: Sequence[Part], found: Sequence[Hits], placement: str
+    demand: Demand, cluster: Cluster, parts: Sequence[Part], found: Sequence[Hits], placement: str
 ) -> tuple[HostSeconds, float]:
     """What the threads of a rank's host take for a step, and the bytes of its index tensors;
     `found`: of each part, what comes and goes.
@@ -192,7 +196,7 @@ def host_seconds(
     A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
     no decision. Of replicated rows every rank's plan has all.
     """
-    world, groups = demand.world_size, len(demand.groups)
+    world, groups, threads = demand.world_size, len(demand.groups), cluster.threads
     ids = sum(group.lookups for group in demand.groups)
     placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
     fetched = sum(own.fetched for own in found) / world
@@ -202,7 +206,7 @@ def host_seconds(
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * fetched
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
-    size, told = exchange_of(demand, parts)
+    size, told = exchange_of(demand, cluster.nodes, parts)
     talker = threads.exchange_s * size + threads.told_s * told
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
     nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
@@ -214,20 +218,22 @@ def host_seconds(
     return HostSeconds(launches, planner, talker, mover), nbytes
 
 
-def exchange_of(demand: Demand, parts: Sequence[Part]) -> tuple[float, float]:
-    """What a rank does for an exchange of planners: how many times what two ranks do whatever they
-    tell, and how many numbers it tells others.
+def exchange_of(demand: Demand, nodes: int, parts: Sequence[Part]) -> tuple[float, float]:
+    """What a rank does for an exchange of planners: how many times what two ranks of a node do
+    whatever they tell, and how many numbers it writes and reads; by gloo, those that it sends.
 
     Rows are asked for, and homes answer with their places; of replicated ones they tell all ranks
-    the slots too, in which lies which are fetched.
+    the slots too, in which lies which are fetched: once to those of a node.
     """
     world = demand.world_size
     if world == 1:
         return 0.0, 0.0
-    told = 2 * demand.rank_rows
-    for part in parts:
-        told += part.copied * part.rows.world_rows
-    return 1 + EXCHANGE_GROWTH * (math.log2(world) - 1), told * (world - 1) / world
+    told = 2 * demand.rank_rows * (world - 1) / world
+    slots = sum(part.copied * part.rows.world_rows for part in parts)
+    if nodes > 1:
+        size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH * (math.log2(world) - 1))
+        return size, told + slots * (world - 1) / world
+    return 1 + EXCHANGE_GROWTH * (world - 2), 2 * told + slots
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:
@@ -351,7 +357,7 @@ def _cached(
     hits = Hits(*map(sum, zip(*found, strict=True)))
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
-    threads, index = host_seconds(demand, cluster.threads, parts, found, placement)
+    threads, index = host_seconds(demand, cluster, parts, found, placement)
     traffic = Traffic(tuple(exchanges), host_in, host_out, index)
     sparse = _row_seconds(parts, state, world, cluster.compute)
     compute = cluster.compute.sample_s * demand.batch, sparse

@@ -22,6 +22,9 @@ from distcache.cost.cluster import (
 )
 from distcache.cost.predict import (
     BINDS,
+    EXCHANGE_GROWTH,
+    FAR_EXCHANGE,
+    FAR_EXCHANGE_GROWTH,
     GROUP_LAUNCHES,
     INDEX_BYTES,
     LAUNCHES,
@@ -86,10 +89,11 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
             time = predicted(kind, HostTimes(**{key: 1e-9})).time
             assert time.threads.planner == pytest.approx(count * 1e-9), key
             assert time.threads.talker == 0
-        # To three others: what it asks and answers, and as a home its part of what all have.
-        told = 3 / 4 * 2 * step.rank_rows
-        told += 3 * step.world_rows / 4 if kind == REPLICATED else 0
-        for times, took in ((HostTimes(exchange_s=1e-9), 1.27), (HostTimes(told_s=1e-9), told)):
+        # To and from three others: what it asks and answers; slots are written once, and read.
+        told = 2 * 3 / 4 * 2 * step.rank_rows
+        told += step.world_rows if kind == REPLICATED else 0
+        growth = 1 + 2 * EXCHANGE_GROWTH
+        for times, took in ((HostTimes(exchange_s=1e-9), growth), (HostTimes(told_s=1e-9), told)):
             threads = predicted(kind, times).time.threads
             assert (threads.planner, threads.talker) == (0, pytest.approx(took * 1e-9))
         sent = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
@@ -99,6 +103,17 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
         times = HostTimes(listed_s=1e-9, row_s=1e-7, moved_s=9e-7)
         mover = predicted(kind, times).time.threads.mover
         assert mover == pytest.approx(1e-9 * step.rank_rows + 1e-6 * moved)
+
+
+def test_planners_of_several_nodes_tell_each_other_rank_by_rank() -> None:
+    """Over gloo, to which slots are given once for each rank."""
+    step = demand(4, nodes=2)
+    told = 3 / 4 * (2 * step.rank_rows + step.world_rows) * 1e-9
+    size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH) * 1e-9
+    for times, took in ((HostTimes(exchange_s=1e-9), size), (HostTimes(told_s=1e-9), told)):
+        there = cluster(4, 2, threads=times)
+        found = predict(REPLICATED, step, there, settings())
+        assert found.time.threads.talker == pytest.approx(took)
 
 
 def test_indices_of_a_large_step_keep_their_budget() -> None:
