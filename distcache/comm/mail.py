@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import threading
 import time
 import weakref
 from collections import deque
@@ -57,8 +58,9 @@ ONE_NAMESPACE = "the ranks of a node must run as one user in one process namespa
 # read before it: the pipe orders both.
 
 _WIRE, _WORD = np.dtype(np.int32), np.dtype(np.int64)
-_LEAST = 1 << 16
-"""Bytes of a box at first."""
+_LEAST = 1 << 26
+"""Bytes of a box at first: more than most messages have, for a process's limit on the size of files
+may be lowered later. Memory is taken as it is written."""
 
 _SLICE_S = 1.0
 """How long a rank waits before it says so, and between its looks for the others, seconds."""
@@ -75,8 +77,8 @@ class _Box:
         """Its first `count` numbers; `grow`: the file is made as large first."""
         if count > len(self._numbers):
             if grow:
-                size = max(_LEAST, 1 << (count * _WIRE.itemsize - 1).bit_length())
-                os.ftruncate(self.fd, size)
+                size = 1 << (count * _WIRE.itemsize - 1).bit_length()
+                os.ftruncate(self.fd, max(size, os.fstat(self.fd).st_size))
             size = os.fstat(self.fd).st_size
             self._numbers = np.frombuffer(mmap.mmap(self.fd, size), _WIRE)
         return self._numbers[:count]
@@ -96,11 +98,19 @@ class Mail:
         self._heard = [deque[int]() for _ in range(world.size)]
         """Lengths of messages that ranks have sent and this one has not read."""
         fds: list[int] = []
+        self._busy = threading.Lock()
         self._close = weakref.finalize(self, _close_all, fds)
-        fds += os.pipe()  # whose own end for words stays open, so that it never ends
+        self._close.atexit = False  # a daemon's thread may still be at a message then
+
+        def make() -> list[Handle]:
+            fds.extend(os.pipe())  # whose own end for words stays open, so that it never ends
+            for _ in range(2):
+                fds.append(os.memfd_create("distcache-mail"))
+                os.ftruncate(fds[-1], _LEAST)
+            return [handle_of(fd) for fd in fds[1:]]
+
+        handles = together(world, make)
         self._inbox = fds[0]
-        fds += [os.memfd_create("distcache-mail") for _ in range(2)]
-        handles = together(world, lambda: [handle_of(fd) for fd in fds[1:]])
         self._pipes: list[int] = []
         self._boxes = [[_Box(fd) for fd in fds[2:]] for _ in range(world.size)]
 
@@ -124,8 +134,12 @@ class Mail:
         self._poll.register(self._inbox, select.POLLIN)
 
     def close(self) -> None:
-        """Let go of pipes and memory; a rank that waits for this one's word goes on waiting."""
-        self._close()
+        """Let go of pipes and memory: now, or where a thread is still at a message, when that is
+        over; a rank that waits for this one's word goes on waiting."""
+        if self._busy.acquire(blocking=False):
+            self._failure = f"{self._name} is closed on rank {self._world.rank}"
+            self._close()
+            self._busy.release()
 
     def swap(
         self,
@@ -139,8 +153,26 @@ class Mail:
         Called by all ranks in the same order; `what`: for errors. Raises PeerError that names the
         rank that failed, ended or did not come.
         """
-        if self._failure:
-            raise PeerError(self._failure)
+        with self._busy:
+            if self._failure:
+                raise PeerError(self._failure)
+            try:
+                self._tell(parts, common)
+                self._wait(what)
+                turn, mine = self._sent % 2, self._world.rank
+                self._sent += 1
+                kept = [np.concatenate([_NONE, *own], dtype=_WIRE) for own in (parts[mine], common)]
+                return [
+                    (kept[0], kept[1]) if rank == mine else self._read(rank, turn)
+                    for rank in range(self._world.size)
+                ]
+            except BaseException as error:  # what comes next would be taken for this
+                left = f"rank {self._world.rank} left {self._name}"
+                self._failure = f"{left}: {what}: {describe(error)}"
+                raise
+
+    def _tell(self, parts: Sequence[Sequence[np.ndarray]], common: Sequence[np.ndarray]) -> None:
+        """Write this rank's message, and a word to all others: who wrote, and how many numbers."""
         size, mine = self._world.size, self._world.rank
         ends, flat = [size + 1], list[np.ndarray]()
         for rank, own in enumerate(parts):
@@ -148,9 +180,8 @@ class Mail:
             flat += told
             ends.append(ends[-1] + sum(map(len, told)))
         shared = sum(map(len, common))
-        turn, total = self._sent % 2, ends[-1] + shared
-        self._sent += 1
-        box = self._boxes[mine][turn].numbers(total, grow=True)
+        total = ends[-1] + shared
+        box = self._boxes[mine][self._sent % 2].numbers(total, grow=True)
         box[: size + 1] = ends
         if total > size + 1:
             np.concatenate([*flat, *common], out=box[size + 1 :], casting="same_kind")
@@ -160,13 +191,6 @@ class Mail:
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # it has ended, which this rank learns as it waits
                 os.write(pipe, word)
-        try:
-            self._wait(what)
-        except BaseException as error:  # what comes next would be taken for this
-            self._failure = f"rank {mine} left {self._name}: {what}: {describe(error)}"
-            raise
-        kept = tuple([np.concatenate([_NONE, *own], dtype=_WIRE) for own in (parts[mine], common)])
-        return [kept if rank == mine else self._read(rank, turn) for rank in range(size)]
 
     def _read(self, rank: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
         """What `rank` told this one, and all."""

@@ -5,6 +5,7 @@ descriptor is left."""
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -61,6 +62,7 @@ def both_ways(world: World) -> tuple[int, int]:
     """All messages by mail and by gloo, in whatever pace; bytes counted by either."""
     counters, size = CollectiveCounters(), world.size
     link = Link(world, world.planning_group, CollectiveCounters(), "the planning group")
+    mails._LEAST = 1 << 10
     mail, pace = Mail(world, counters, "the mail"), np.random.default_rng(world.rank)
     everyone = [messages(rank, size) for rank in range(size)]
     for nth, (parts, common) in enumerate(everyone[world.rank]):
@@ -136,6 +138,33 @@ def _fails(rank: int, size: int, how: str, timeout_s: float) -> list[str]:
 def test_a_rank_that_is_late_is_waited_for() -> None:
     """Longer than a slice: it says so, and goes on."""
     assert run_ranks(_fails, 2, "late", 60.0)[1] == [""]
+
+
+def closed_meanwhile(world: World) -> list[str]:
+    """What the first rank says whose mail is closed while a thread waits for the other one's word:
+    that message comes, and no other is taken."""
+    mail, said = Mail(world, CollectiveCounters(), "the mail"), list[str]()
+    one = [[()] * world.size, [np.arange(3)]]
+    if world.rank == 0:
+        thread = threading.Thread(target=lambda: said.append(caught(lambda: mail.swap(*one, "a"))))
+        thread.start()
+        time.sleep(0.3)
+        mail.close()  # the thread has its descriptors still
+        assert thread.is_alive()
+        world.store.set("closed", "yes")
+        thread.join(20)
+        mail.close()
+    else:
+        world.store.wait(["closed"])
+        said.append(caught(lambda: mail.swap(*one, "a")))
+        mail.close()
+    return [*said, caught(lambda: mail.swap(*one, "b"))]
+
+
+def test_a_mail_is_not_closed_under_a_thread_that_waits() -> None:
+    """A word could else go into whatever file has its descriptor's number then."""
+    for rank, said in enumerate(run_ranks(within, 2, closed_meanwhile)):
+        assert said == ["", f"PeerError: the mail is closed on rank {rank}"]
 
 
 def held(world: World) -> tuple[int, int, int]:
