@@ -512,7 +512,7 @@ SECTIONS = (
     Section(
         "Index, stream and exchange",
         "The index is that of a node, all its homes together; rows are means per step. Bytes are "
-        "of integers (headers, requests, decisions) that a rank sends for a step over gloo: the "
+        "of integers (headers, requests, decisions) that a rank tells others for a step: the "
         "mean of all ranks, and of one rank. Exchange: milliseconds of its thread's core that an "
         "exchange takes on the first rank, the mean of all steps.",
         lambda records: [r for r in of_kind(records, "mode") if "index_bytes" in r],

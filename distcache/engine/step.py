@@ -8,7 +8,7 @@ passes them; the streams are those of `distcache.streams`, and `host` needs none
 |---|---|---|---|---|---|
 | `ingest` | t+P+L+1 or later | planner | host | ids | requests to homes, their windows |
 | `load` | t+P+1 | planner, talking | host | the batch's file | dense features, labels |
-| `plan`, `plan_exchange` | t+P+1 | planner, talking | host, gloo | windows | `StepPlan` by group |
+| `plan`, `plan_exchange` | t+P+1 | planner, talking | host, ranks | windows | `StepPlan` by group |
 | `gather` | t+P+1 | movement | host | store[fetch_rows] | staging buffers |
 | `write_back` | t+P | movement | copy_out | cache[evict_slots] | a staging buffer |
 | `fill` | t+P | movement | copy_in | staging, indices, batch | cache[fetch_slots], device |
