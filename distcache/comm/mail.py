@@ -71,14 +71,13 @@ class _Box:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._numbers = np.empty(0, _WIRE)
+        self._numbers = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), _WIRE)
 
     def numbers(self, count: int, grow: bool = False) -> np.ndarray:
         """Its first `count` numbers; `grow`: the file is made as large first."""
         if count > len(self._numbers):
             if grow:
-                size = 1 << (count * _WIRE.itemsize - 1).bit_length()
-                os.ftruncate(self.fd, max(size, os.fstat(self.fd).st_size))
+                os.ftruncate(self.fd, 1 << (count * _WIRE.itemsize - 1).bit_length())
             size = os.fstat(self.fd).st_size
             self._numbers = np.frombuffer(mmap.mmap(self.fd, size), _WIRE)
         return self._numbers[:count]
@@ -88,7 +87,8 @@ class Mail:
     """Messages of all ranks of a world on one node to each other, for one thread at a time.
 
     Made by all ranks, in the main thread; `name` tells errors which talk it is, `counters` count
-    what others are told as planning bytes. Raises PeerError where a rank cannot reach another one.
+    what others are told as planning bytes. Raises PeerError where a rank cannot reach another one,
+    and where one cannot have the memory; that one raises OSError.
     """
 
     def __init__(self, world: World, counters: CollectiveCounters, name: str) -> None:
@@ -112,17 +112,18 @@ class Mail:
         handles = together(world, make)
         self._inbox = fds[0]
         self._pipes: list[int] = []
-        self._boxes = [[_Box(fd) for fd in fds[2:]] for _ in range(world.size)]
+        self._boxes: list[list[_Box]] = [[] for _ in range(world.size)]
 
         def reach() -> None:
+            self._boxes[world.rank] = [_Box(fd) for fd in fds[2:]]
             for rank in self._others:
                 pipe, *boxes = handles[rank]
                 try:
-                    fds.append(open_handle(pipe, os.O_WRONLY))
+                    fds.append(open_handle(pipe, os.O_WRONLY | os.O_NONBLOCK))  # it is never full
                     self._pipes.append(fds[-1])
-                    for nth, box in enumerate(boxes):
+                    for box in boxes:
                         fds.append(open_handle(box, os.O_RDWR))
-                        self._boxes[rank][nth] = _Box(fds[-1])
+                        self._boxes[rank].append(_Box(fds[-1]))
                 except OSError as error:
                     raise PeerError(
                         f"rank {world.rank} cannot open what rank {rank} tells others: {error}; "
@@ -136,8 +137,9 @@ class Mail:
     def close(self) -> None:
         """Let go of pipes and memory: now, or where a thread is still at a message, when that is
         over; a rank that waits for this one's word goes on waiting."""
+        self._failure = self._failure or f"{self._name} is closed on rank {self._world.rank}"
         if self._busy.acquire(blocking=False):
-            self._failure = f"{self._name} is closed on rank {self._world.rank}"
+            self._boxes = []
             self._close()
             self._busy.release()
 
@@ -162,14 +164,17 @@ class Mail:
                 turn, mine = self._sent % 2, self._world.rank
                 self._sent += 1
                 kept = [np.concatenate([_NONE, *own], dtype=_WIRE) for own in (parts[mine], common)]
-                return [
+                found = [
                     (kept[0], kept[1]) if rank == mine else self._read(rank, turn)
                     for rank in range(self._world.size)
                 ]
             except BaseException as error:  # what comes next would be taken for this
                 left = f"rank {self._world.rank} left {self._name}"
-                self._failure = f"{left}: {what}: {describe(error)}"
+                self._failure = self._failure or f"{left}: {what}: {describe(error)}"
                 raise
+        if self._failure:  # it was closed meanwhile
+            self.close()
+        return found
 
     def _tell(self, parts: Sequence[Sequence[np.ndarray]], common: Sequence[np.ndarray]) -> None:
         """Write this rank's message, and a word to all others: who wrote, and how many numbers."""
@@ -219,8 +224,10 @@ class Mail:
             waiting.over()
 
     def _require(self, missing: Iterable[int], waited: float) -> None:
-        """OSError once one of the `missing` ranks has ended, or after the world's timeout."""
-        if any([has_ended(self._world.store, rank) for rank in missing]):
+        """OSError once one of the `missing` ranks has ended without a word, or after the world's
+        timeout."""
+        ended = any([has_ended(self._world.store, rank) for rank in missing])
+        if ended and not self._poll.poll(0):  # what it said last may have come meanwhile
             raise ConnectionError("its process has ended")
         if waited > self._world.timeout_s:
             raise TimeoutError("no word came")

@@ -9,6 +9,7 @@ make the same exchanges in the same order, one at a time.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to
 
 if TYPE_CHECKING:
     from distcache.engine.step import Flight
+
+log = logging.getLogger(__name__)
 
 KINDS = ("train", "eval")
 """Kinds of batches; any other is `len(KINDS)` in a header."""
@@ -150,8 +153,12 @@ class PlanExchange:
         self._size, self._rank = link.world.size, link.world.rank
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
-        near = link.world.nodes.count == 1 and self._size > 1
-        self._mail = Mail(link.world, link.counters, link.name) if near else None
+        self._mail: Mail | None = None
+        if link.world.nodes.count == 1 and self._size > 1:
+            try:
+                self._mail = Mail(link.world, link.counters, link.name)
+            except (OSError, PeerError) as error:  # on all ranks
+                log.warning("planners exchange over gloo, which takes longer: %s", error)
         self.routes = make_routes(link.world.nodes, link.world.rank)
         """Which way sharded rows go."""
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from protocol_cases import caught
+from protocol_cases import caught, warnings
 from ranks import Job, run_ranks
 
 from distcache.comm import mail as mails
@@ -23,6 +24,7 @@ from distcache.comm.link import PLANNING, CollectiveCounters, Link
 from distcache.comm.mail import Mail, handle_of, open_handle
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.exchange import Part, PlanExchange, Status, Verdict
 from distcache.errors import PeerError
 
 ROUNDS = 40
@@ -64,16 +66,25 @@ def both_ways(world: World) -> tuple[int, int]:
     link = Link(world, world.planning_group, CollectiveCounters(), "the planning group")
     mails._LEAST = 1 << 10
     mail, pace = Mail(world, counters, "the mail"), np.random.default_rng(world.rank)
+    read = mail._read
+
+    def slowly(*of: int) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(float(pace.choice([0.0, 0.0, 0.004])))
+        return read(*of)
+
+    mail._read = slowly
     everyone = [messages(rank, size) for rank in range(size)]
-    for nth, (parts, common) in enumerate(everyone[world.rank]):
+    found = []
+    for nth, said in enumerate(everyone[world.rank]):  # the next one is written while some read
         time.sleep(float(pace.choice([0.0, 0.0, 0.003])))
-        found = mail.swap(parts, common, f"round {nth}")
+        found.append(mail.swap(*said, f"round {nth}"))
+    for nth, (parts, common) in enumerate(everyone[world.rank]):
         outgoing = [joined([*own, *common]) for own in parts]
         theirs = [(own[nth][0][world.rank], own[nth][1]) for own in everyone]
         lengths = [len(joined([*own, *to_all])) for own, to_all in theirs]
         flat, sends = torch.from_numpy(joined(outgoing)), [len(to) for to in outgoing]
         came = link.start_all_to_all(flat, sends, lengths, PLANNING, "twin")().split(lengths)
-        for (alone, to_all), twin, (own, _) in zip(found, came, theirs, strict=True):
+        for (alone, to_all), twin, (own, _) in zip(found[nth], came, theirs, strict=True):
             assert (alone.dtype, to_all.dtype, len(alone)) == (np.int32, np.int32, len(joined(own)))
             np.testing.assert_array_equal(np.concatenate((alone, to_all)), twin.numpy())
     mail.close()
@@ -106,7 +117,11 @@ def fails(world: World, how: str) -> list[str]:
         time.sleep(30)
     if world.rank == 1:
         time.sleep(3)
-        return [caught(lambda: mail.swap(*one, "round 2"))]
+        said = [world.store.get("distcache/waiting/the mail/0").decode()]
+        return [*said, caught(lambda: mail.swap(*one, "round 2"))]
+    if how == "late":
+        first = caught(lambda: mail.swap(*one, "round 2"))
+        return [first, world.store.get("distcache/waiting/the mail/0").decode()]
     return [caught(partial(mail.swap, *one, f"round {nth}")) for nth in (2, 3)]
 
 
@@ -137,7 +152,8 @@ def _fails(rank: int, size: int, how: str, timeout_s: float) -> list[str]:
 
 def test_a_rank_that_is_late_is_waited_for() -> None:
     """Longer than a slice: it says so, and goes on."""
-    assert run_ranks(_fails, 2, "late", 60.0)[1] == [""]
+    waited, late = run_ranks(_fails, 2, "late", 60.0)
+    assert waited == ["", ""] and late == ["the mail: round 2", ""]
 
 
 def closed_meanwhile(world: World) -> list[str]:
@@ -153,7 +169,7 @@ def closed_meanwhile(world: World) -> list[str]:
         assert thread.is_alive()
         world.store.set("closed", "yes")
         thread.join(20)
-        mail.close()
+        assert not mail._boxes
     else:
         world.store.wait(["closed"])
         said.append(caught(lambda: mail.swap(*one, "a")))
@@ -167,22 +183,29 @@ def test_a_mail_is_not_closed_under_a_thread_that_waits() -> None:
         assert said == ["", f"PeerError: the mail is closed on rank {rank}"]
 
 
-def held(world: World) -> tuple[int, int, int]:
-    """Descriptors before a mail, while it is there, and when it is gone."""
-    found = [len(os.listdir("/proc/self/fd"))]
+def held(world: World) -> list[tuple[int, int]]:
+    """Descriptors, and mappings of mails, before one, while it is there, and when it is gone."""
+
+    def seen() -> tuple[int, int]:
+        mapped = Path("/proc/self/maps").read_text().count("distcache-mail")
+        return len(os.listdir("/proc/self/fd")), mapped
+
+    found = [seen()]
     mail = Mail(world, CollectiveCounters(), "the mail")
-    found.append(len(os.listdir("/proc/self/fd")))
+    for nth in range(2):
+        mail.swap([()] * world.size, [np.arange(3)], f"round {nth}")
+    found.append(seen())
     if world.rank:
         mail.close()
-    del mail
-    found.append(len(os.listdir("/proc/self/fd")))
-    return tuple(found)
+    else:
+        del mail
+    return [*found, seen()]
 
 
 def test_no_descriptor_is_left() -> None:
     """Neither where it is closed nor where it is garbage."""
     for before, there, after in run_ranks(within, 3, held):
-        assert before == after < there
+        assert before == after and before[0] < there[0] and (before[1], there[1]) == (0, 6)
 
 
 def test_handles_are_of_one_file_alone() -> None:
@@ -200,15 +223,22 @@ def test_handles_are_of_one_file_alone() -> None:
         os.close(second)
 
 
-def out_of_reach(world: World) -> str:
-    """What all ranks say where rank 1 cannot open what another one has."""
+def out_of_reach(world: World) -> tuple[str, bool, list[str]]:
+    """What all ranks say where rank 1 cannot open what another one has; and whether an exchange of
+    planners goes on without, with which warning."""
     if world.rank == 1:
         mails.open_handle = lambda handle, flags: os.open("/proc/0/fd/3", flags)
-    return caught(lambda: Mail(world, CollectiveCounters(), "the mail"))
+    said = caught(lambda: Mail(world, CollectiveCounters(), "the mail"))
+    link = Link(world, world.planning_group, CollectiveCounters(), "the planning group")
+    with warnings() as lines:
+        exchange = PlanExchange(link, [1], 0)
+    told = exchange.exchange(Part(0, Status.END))
+    return said, told.asked == Verdict(Status.END, (0, 1)), lines
 
 
 def test_ranks_that_cannot_reach_one_another_are_told() -> None:
-    """On all of them, with what to do."""
-    for said in run_ranks(within, 2, out_of_reach):
+    """On all of them, with what to do; their planners exchange over gloo."""
+    for said, went_on, lines in run_ranks(within, 2, out_of_reach):
         assert "rank 1 cannot open what rank 0 tells others: " in said
         assert f"{PeerError.__name__}: " in said and "one process namespace" in said
+        assert went_on and len(lines) == 1 and "exchange over gloo" in lines[0]
