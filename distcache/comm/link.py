@@ -274,10 +274,10 @@ class Waiting:
 # waits for. gloo has no all-to-all for CUDA tensors, so those are staged through host memory here,
 # in one place. With one rank every collective is a copy.
 
-_SLICE_S = 1.0
+SLICE_S = 1.0
 """How long a rank waits before it announces that, and between its looks for failures, seconds."""
 
-_SLICE = timedelta(seconds=_SLICE_S)
+_SLICE = timedelta(seconds=SLICE_S)
 
 
 class Link:
@@ -385,7 +385,7 @@ class Link:
             now = time.monotonic()
             if now - began > self.world.timeout_s:
                 raise waiting.explain(TimeoutError("the device group's work did not end"))
-            if now - looked > _SLICE_S:
+            if now - looked > SLICE_S:
                 looked = now
                 waiting.announce()
         waiting.over()

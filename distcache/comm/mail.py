@@ -19,7 +19,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from distcache.comm.link import PLANNING, CollectiveCounters, Waiting, together
+from distcache.comm.link import PLANNING, SLICE_S, CollectiveCounters, Waiting, together
 from distcache.comm.rendezvous import describe, has_ended
 from distcache.comm.world import World
 from distcache.errors import PeerError
@@ -62,8 +62,7 @@ _LEAST = 1 << 26
 """Bytes of a box at first: more than most messages have, for a process's limit on the size of files
 may be lowered later. Memory is taken as it is written."""
 
-_SLICE_S = 1.0
-"""How long a rank waits before it says so, and between its looks for the others, seconds."""
+_NONE = np.empty(0, _WIRE)
 
 
 class _Box:
@@ -155,28 +154,39 @@ class Mail:
         Called by all ranks in the same order; `what`: for errors. Raises PeerError that names the
         rank that failed, ended or did not come.
         """
-        with self._busy:
-            if self._failure:
-                raise PeerError(self._failure)
-            try:
-                self._tell(parts, common)
-                self._wait(what)
-                turn, mine = self._sent % 2, self._world.rank
-                self._sent += 1
-                kept = [np.concatenate([_NONE, *own], dtype=_WIRE) for own in (parts[mine], common)]
-                found = [
-                    (kept[0], kept[1]) if rank == mine else self._read(rank, turn)
-                    for rank in range(self._world.size)
-                ]
-            except BaseException as error:  # what comes next would be taken for this
-                left = f"rank {self._world.rank} left {self._name}"
-                self._failure = self._failure or f"{left}: {what}: {describe(error)}"
-                raise
-        if self._failure:  # it was closed meanwhile
-            self.close()
-        return found
+        try:
+            with self._busy:
+                return self._swap(parts, common, what)
+        finally:
+            if self._failure:  # or it was closed meanwhile
+                self.close()
 
-    def _tell(self, parts: Sequence[Sequence[np.ndarray]], common: Sequence[np.ndarray]) -> None:
+    def _swap(
+        self, parts: Sequence[Sequence[np.ndarray]], common: Sequence[np.ndarray], what: str
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`swap`; once it has failed, or the mail is closed, for no other message."""
+        if self._failure:
+            raise PeerError(self._failure)
+        turn, mine = self._sent % 2, self._world.rank
+        try:
+            self._tell(parts, common, turn)
+            self._wait(what)
+            self._sent += 1
+            alone, to_all = (
+                np.concatenate([_NONE, *own], dtype=_WIRE) for own in (parts[mine], common)
+            )
+            return [
+                (alone, to_all) if rank == mine else self._read(rank, turn)
+                for rank in range(self._world.size)
+            ]
+        except BaseException as error:  # what comes next would be taken for this
+            left = f"rank {mine} left {self._name}: {what}: {describe(error)}"
+            self._failure = self._failure or left
+            raise
+
+    def _tell(
+        self, parts: Sequence[Sequence[np.ndarray]], common: Sequence[np.ndarray], turn: int
+    ) -> None:
         """Write this rank's message, and a word to all others: who wrote, and how many numbers."""
         size, mine = self._world.size, self._world.rank
         ends, flat = [size + 1], list[np.ndarray]()
@@ -186,7 +196,7 @@ class Mail:
             ends.append(ends[-1] + sum(map(len, told)))
         shared = sum(map(len, common))
         total = ends[-1] + shared
-        box = self._boxes[mine][self._sent % 2].numbers(total, grow=True)
+        box = self._boxes[mine][turn].numbers(total, grow=True)
         box[: size + 1] = ends
         if total > size + 1:
             np.concatenate([*flat, *common], out=box[size + 1 :], casting="same_kind")
@@ -209,7 +219,7 @@ class Mail:
         waiting: Waiting | None = None
         began = time.monotonic()
         while missing := [rank for rank in self._others if not self._heard[rank]]:
-            if self._poll.poll(1e3 * _SLICE_S):
+            if self._poll.poll(1e3 * SLICE_S):
                 words = np.frombuffer(os.read(self._inbox, 4096), _WORD).reshape(-1, 2)
                 for rank, total in words.tolist():
                     self._heard[rank].append(total)
@@ -231,9 +241,6 @@ class Mail:
             raise ConnectionError("its process has ended")
         if waited > self._world.timeout_s:
             raise TimeoutError("no word came")
-
-
-_NONE = np.empty(0, _WIRE)
 
 
 def _close_all(fds: Iterable[int]) -> None:

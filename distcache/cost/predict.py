@@ -220,10 +220,10 @@ def host_seconds(
 
 def exchange_of(demand: Demand, nodes: int, parts: Sequence[Part]) -> tuple[float, float]:
     """What a rank does for an exchange of planners: how many times what two ranks of a node do
-    whatever they tell, and how many numbers it writes and reads; by gloo, those that it sends.
+    whatever they tell, and how many numbers it writes and reads.
 
     Rows are asked for, and homes answer with their places; of replicated ones they tell all ranks
-    the slots too, in which lies which are fetched: once to those of a node.
+    the slots too, in which lies which are fetched: on one node written once, else for each rank.
     """
     world = demand.world_size
     if world == 1:
@@ -232,7 +232,7 @@ def exchange_of(demand: Demand, nodes: int, parts: Sequence[Part]) -> tuple[floa
     slots = sum(part.copied * part.rows.world_rows for part in parts)
     if nodes > 1:
         size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH * (math.log2(world) - 1))
-        return size, told + slots * (world - 1) / world
+        return size, 2 * (told + slots * (world - 1) / world)
     return 1 + EXCHANGE_GROWTH * (world - 2), 2 * told + slots
 
 

@@ -1,7 +1,7 @@
 """The planners' conversation: headers, requests to homes, decisions of the homes.
 
 One exchange takes a step's requests to their homes and the decisions on an earlier step to all
-ranks: on one node in one message, which its header leads, through memory (`comm.mail`); on several
+ranks: on one node in one message, which its header leads, through memory (`comm.mail`); else
 in two collectives of the CPU's group, the headers, then both together. One header tells of both
 steps, so that an end, a stop or an error of one rank is known to all at the same step. All ranks
 make the same exchanges in the same order, one at a time.
@@ -361,7 +361,7 @@ class PlanExchange:
     def _far(
         self, own: Pieces, slots: list[np.ndarray], lengths: list[FromRank[int]], what: str
     ) -> list[Came]:
-        """What `Mail.swap` brings but for headers, by a collective of ranks on several nodes."""
+        """What `Mail.swap` brings but for headers, by a collective, for ranks without a mail."""
         outgoing = [[*parts, *slots] for parts in own]
         flat = np.concatenate([_NONE, *[part for parts in outgoing for part in parts]], dtype=_WIRE)
         sends = [sum(map(len, parts)) for parts in outgoing]
@@ -405,13 +405,15 @@ class PlanExchange:
 
 def _cut(came: Came, lengths: FromRank[int]) -> FromRank[np.ndarray]:
     """The pieces of what came from one rank."""
-    both = zip(came, ([*lengths.requests, *lengths.replies], lengths.slots), strict=True)
-    alone, common = (
-        [of[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
-        for of, counts in both
+    alone, common = came
+    asked = sum(lengths.requests)
+    whole = (alone[:asked], alone[asked:], common)
+    return FromRank(
+        *[
+            [of[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
+            for of, counts in zip(whole, lengths, strict=True)
+        ]
     )
-    groups = len(lengths.requests)
-    return FromRank(alone[:groups], alone[groups:], common)
 
 
 def _asked(part: Part) -> list[list[int]]:

@@ -223,7 +223,7 @@ class StreamPlanner:
         return self.threads.run_here() or self._talking.run_here()
 
     def close(self) -> None:
-        """End its threads."""
+        """End its threads, and let go of what it shares with other ranks."""
         self.threads.close()
         self._talking.close()
         self._exchange.close()

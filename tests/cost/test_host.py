@@ -106,9 +106,9 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
 
 
 def test_planners_of_several_nodes_tell_each_other_rank_by_rank() -> None:
-    """Over gloo, to which slots are given once for each rank."""
+    """Over gloo, to which slots are given once for each rank, and which brings as many."""
     step = demand(4, nodes=2)
-    told = 3 / 4 * (2 * step.rank_rows + step.world_rows) * 1e-9
+    told = 2 * 3 / 4 * (2 * step.rank_rows + step.world_rows) * 1e-9
     size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH) * 1e-9
     for times, took in ((HostTimes(exchange_s=1e-9), size), (HostTimes(told_s=1e-9), told)):
         there = cluster(4, 2, threads=times)
