@@ -135,7 +135,7 @@ class Calls:
 
 class Told:
     """Lets functions of this file call torch's, while it does, so that a stack (`benchmarks.looks`)
-    tells of calls of C too."""
+    tells of calls of C too; and the dense part, which lets go of what it holds as it returns."""
 
     def __init__(self) -> None:
         self._plain: list[tuple[Any, str, Any]] = []
@@ -151,8 +151,15 @@ class Told:
         for owner, name in every:
             plain = inspect.getattr_static(owner, name)
             if isinstance(plain, kinds) or type(plain).__name__ == "instancemethod":
-                self._plain.append((owner, name, vars(owner).get(name)))
-                setattr(owner, name, told(getattr(owner, name)))
+                self._tell(owner, name)
+        with contextlib.suppress(ImportError, AttributeError):
+            mode = importlib.import_module("distcache.parallel.cached")
+            self._tell(mode.CachedParallel, "_dense_pass")
+
+    def _tell(self, owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+        self._plain.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, told(plain))
 
     def end(self) -> None:
         """Torch is called as ever."""

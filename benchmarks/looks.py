@@ -1,21 +1,26 @@
-"""Where a thread of another process is, at random moments: what part of its time is its own work.
+"""Where a thread of another process is, moment by moment of its time on a core: what part of that
+is its own work.
 
 A profiler within a process makes calls longer, those of Python most; a handler of signals that
 writes stacks crashes now and then. Here another process stops one thread, reads the interpreter's
 stack from its memory, as py-spy does (https://github.com/benfred/py-spy), and lets it go on, which
-takes about a tenth of a millisecond. A thread that waits for a core is seen where it stands, so
-that shares of looks are shares of its time on a core as far as there are cores enough.
+takes about a tenth of a millisecond. When to look it hears from the system, which counts what the
+thread has of a core, as perf does: at moments that a clock on the wall tells, threads that share
+cores are seen waiting for one, most of all where they have just woken another one up.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
-import random
+import platform
+import select
 import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,8 +30,8 @@ from distcache.errors import ConfigError
 Frame = tuple[str, str]
 """A file, and a function of it."""
 
-RATE = 1000.0
-"""Looks at a thread a second, on average."""
+PERIOD_S = 0.7e-3
+"""Of a thread's time on a core from one look at it to the next."""
 
 REPLAYED = "_dense_pass"
 """The function of the package that a GPU replays from a graph, whatever that calls."""
@@ -70,7 +75,13 @@ _DEPTH, _CHARACTERS = 500, 4096
 _SEIZE, _INTERRUPT, _CONTINUE, _DETACH = 0x4206, 0x4207, 7, 17
 _ALL = 0x40000000  # threads of other processes too
 _STOPPED = 128  # the event of a stop that `_INTERRUPT` asked for
-_PATIENCE_S = 1.0
+_PATIENCE_S, _POLL_MS = 1.0, 10.0
+
+_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}.get(platform.machine(), -1)
+_ATTRIBUTES = struct.Struct("<IIQQQQQI76x")
+"""Kind, size, event, period, two that are not read, flags, and how many samples wake who polls."""
+
+_SOFTWARE, _TASK_CLOCK, _NOT_THE_KERNEL = 1, 1, 1 << 5 | 1 << 6
 
 
 def require_looks() -> None:
@@ -85,7 +96,7 @@ class _Part(ctypes.Structure):
 
 class Looks:
     """Looks at one thread of a child process, all by one thread of this one; `own` of `all` saw it
-    at work of its own."""
+    at work of its own. `clock`: can be polled when the next is due."""
 
     def __init__(self, process: int, thread: tuple[int, int], package: str) -> None:
         """`thread`: its number in the system, and where its state lies. Raises ConfigError where
@@ -96,11 +107,35 @@ class Looks:
         self._libc.ptrace.argtypes = [ctypes.c_long] * 4
         self._codes: dict[int, Frame] = {}
         self.own = self.all = 0
+        self._samples: mmap.mmap | None = None
         if self._trace(_SEIZE) != 0:
             raise ConfigError(
                 f"this system lets no process look at another one "
                 f"({os.strerror(ctypes.get_errno())}): allow ptrace, or set seen=0"
             )
+        try:
+            self.clock, self._samples = self._began()
+        except OSError as error:
+            self.end()
+            raise ConfigError(
+                f"this system tells no process what another one has of a core ({error.strerror}): "
+                "allow perf_event_open, or set seen=0"
+            ) from error
+
+    def _began(self) -> tuple[int, mmap.mmap]:
+        """A descriptor that can be polled as often as the thread has had a core for a period; and
+        the memory without which the system tells nobody, for as long as that is held."""
+        period = round(1e9 * PERIOD_S)
+        about = (_SOFTWARE, _ATTRIBUTES.size, _TASK_CLOCK, period, 0, 0, _NOT_THE_KERNEL, 1)
+        given = ctypes.create_string_buffer(_ATTRIBUTES.pack(*about), _ATTRIBUTES.size)
+        clock = self._libc.syscall(_PERF_EVENT_OPEN, given, self._id, -1, -1, 0)
+        if clock < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        try:
+            return clock, mmap.mmap(clock, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ)
+        except OSError:
+            os.close(clock)
+            raise
 
     def look(self) -> None:
         """One look, if the thread can run, and does not wait to hear of what it waited for."""
@@ -108,8 +143,6 @@ class Looks:
             state = (self._task / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:  # it has ended
             return
-        if state == "t":  # by a signal
-            self._go_on()
         if state != "R" or not self._stop():
             return
         try:
@@ -123,10 +156,14 @@ class Looks:
             self.own += is_own(stack, self._package)
 
     def end(self) -> None:
-        """Leave the thread alone."""
+        """Leave the thread alone, for good."""
+        if self._samples is not None:
+            self._samples.close()
+            os.close(self.clock)
+            self._samples = None
         deadline = time.monotonic() + _PATIENCE_S
         while self._trace(_INTERRUPT) == 0 and time.monotonic() < deadline:
-            if self._go_on(_DETACH):
+            if self.go_on(_DETACH):
                 return
             time.sleep(1e-3)
 
@@ -146,7 +183,7 @@ class Looks:
             return False
         return True
 
-    def _go_on(self, request: int = _CONTINUE) -> bool:
+    def go_on(self, request: int = _CONTINUE) -> bool:
         """Let a thread go on by `request`, if it has stopped; whether it did for `_INTERRUPT`, or
         is no more."""
         try:
@@ -197,14 +234,29 @@ class Looks:
 
 
 def look_until(over: Callable[[], bool], looks: list[Looks]) -> None:
-    """Look at threads at random moments until it is `over`, and leave them alone then. Whether
-    their process has ended is not to be asked meanwhile (`Popen.poll`): a stop looks like an end.
+    """Look at threads, each time they have had a core for `PERIOD_S`, until it is `over`, and leave
+    them alone then. Whether their process has ended is not to be asked meanwhile (`Popen.poll`): a
+    stop looks like an end.
+
+    Before other threads where the system allows that: a look that comes late finds a thread where
+    it lost its core, which is where it has just woken another one up.
     """
+    due = select.poll()
+    for each in looks:
+        due.register(each.clock, select.POLLIN)
+    of = {each.clock: each for each in looks}
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     try:
         while not over():
-            time.sleep(random.expovariate(RATE))
-            for each in looks:
-                each.look()
+            for each in looks:  # a signal stops a thread too, which has no core then
+                each.go_on()
+            for clock, event in due.poll(_POLL_MS):
+                if event & select.POLLIN:
+                    of[clock].look()
+                else:  # the thread has ended
+                    due.unregister(clock)
     finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for each in looks:
             each.end()

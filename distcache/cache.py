@@ -35,6 +35,11 @@ class StateSlots:
         """Where the state of each of `slots` (`[m]`, all of which have one) lies."""
         return np.where(slots >= self.tail, slots - self.tail + self.count, slots - self.first)
 
+    def start(self, slots: slice) -> int:
+        """Where the state of consecutive slots begins."""
+        first = slots.start
+        return first - self.tail + self.count if first >= self.tail else first - self.first
+
 
 # -----------------------------------------------------------------------------
 # Host buffers between the store and the device: pinned for a GPU, and used again and again.
@@ -275,7 +280,7 @@ class DeviceCache:
             return self.weight[slots], None
         if self.state_slots is None:
             return self.weight[slots], self.state[slots]
-        start = int(self.state_slots.of(np.array([slots.start]))[0])
+        start = self.state_slots.start(slots)
         return self.weight[slots], self.state[start : start + slots.stop - slots.start]
 
     def gather(self, slots: Index, where: Tensor | None = None) -> Tensor:

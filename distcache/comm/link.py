@@ -7,12 +7,11 @@ import inspect
 import logging
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +63,7 @@ def bytes_beyond(nbytes: int, send_splits: Sequence[int], near: range) -> int:
 
 
 class CollectiveCounters:
-    """Bytes that this rank sent, by category; safe to count from several threads.
+    """Bytes that this rank sent, by category; for one thread at a time, as a `Link`.
 
     `collective_bytes`: row values and row gradients, and any other floating payload of a counted
     library. `dense_collective_bytes`: gradients of the dense part. `planning_bytes`: integers.
@@ -77,23 +76,18 @@ class CollectiveCounters:
         """`nodes`: where the ranks are, and `rank` this one; None counts nothing between nodes."""
         self.nodes = nodes if nodes is not None and nodes.count > 1 else None
         self._rank = rank
-        self._lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
         """Forget all that was counted."""
-        with self._lock:
-            self.collective_bytes = 0
-            self.dense_collective_bytes = 0
-            self.planning_bytes = 0
-            self.inter_node_bytes = 0
+        self.collective_bytes = self.dense_collective_bytes = 0
+        self.planning_bytes = self.inter_node_bytes = 0
 
     def count(self, category: str, nbytes: int, between: int = 0) -> None:
         """Add `nbytes` to one of CATEGORIES; `between`: how many went to ranks of other nodes."""
-        with self._lock:
-            setattr(self, category, getattr(self, category) + nbytes)
-            if category != PLANNING:
-                self.inter_node_bytes += between
+        vars(self)[category] += nbytes
+        if category != PLANNING:
+            self.inter_node_bytes += between
 
     def count_all_reduce(self, category: str, tensor: Tensor, world_size: int) -> None:
         """Count an all-reduce of `tensor` over all ranks."""
@@ -148,9 +142,9 @@ def _sent(name: str, call: dict[str, Any], nodes: Nodes | None) -> tuple[Tensor,
 def count_collectives(counters: CollectiveCounters) -> Iterator[CollectiveCounters]:
     """Count every call of torch.distributed's tensor collectives in this process meanwhile.
 
-    Code that looks the functions up as `torch.distributed.<name>` is counted, on whatever thread
-    (TorchRec does, in eager mode); floating payloads as `collective_bytes`, integers as
-    `planning_bytes`. Object collectives and process-group methods are not. The originals are put
+    Code that looks the functions up as `torch.distributed.<name>` is counted, on whatever thread,
+    one at a time (TorchRec does, in eager mode); floating payloads as `collective_bytes`, integers
+    as `planning_bytes`. Object collectives and process-group methods are not. The originals are put
     back on exit, also after an error; one such block at a time.
     """
 
@@ -323,23 +317,16 @@ class Link:
         send, receive = list(send_counts), list(receive_counts)
         source = (tensor.cpu() if self._staged else tensor).contiguous()
         out = source.new_empty((sum(receive), *tensor.shape[1:]))
-        wait = self._start(
-            lambda: dist.all_to_all_single(out, source, receive, send, group=group, async_op=True),
-            what,
+        return self._start(
+            what, tensor.device, group, dist.all_to_all_single, out, source, receive, send
         )
 
-        def finish() -> Tensor:
-            wait()
-            return out.to(tensor.device) if self._staged else out
-
-        return finish
-
-    def start_all_reduce(self, tensor: Tensor, category: str, what: str) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor, category: str, what: str) -> Callable[[], Tensor]:
         """Sum `tensor` (contiguous) over the ranks in place; under way, as `start_all_to_all`."""
         if self.world.size == 1:
-            return lambda: None
+            return lambda: tensor
         self.counters.count_all_reduce(category, tensor, self.world.size)
-        return self._start(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
+        return self._start(what, tensor.device, self.group, dist.all_reduce, tensor)
 
     def start_all_gather(self, tensor: Tensor, category: str, what: str) -> Callable[[], Tensor]:
         """Every rank's `tensor` (equal shapes), `[W, ...]` in rank order: as `start_all_to_all`.
@@ -390,29 +377,37 @@ class Link:
                 waiting.announce()
         waiting.over()
 
-    def _start(self, issue: Callable[[], Any], what: str) -> Callable[[], None]:
-        """Start a collective; call the result to wait: on the host (gloo) or the stream (NCCL)."""
+    def _start(
+        self,
+        what: str,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        collective: Callable[..., Any],
+        out: Tensor,
+        *given: Any,
+    ) -> Callable[[], Tensor]:
+        """Start a collective that fills `out`; call it to wait, on the host (gloo) or the stream
+        (NCCL), for `out` on `device`."""
         try:
-            work = issue()
+            work = collective(out, *given, group=group, async_op=True)
         except RuntimeError as error:
             raise Waiting(self.world, self.name, what).explain(error) from error
+        return partial(self._finish, work, what, device, out)
 
-        def wait() -> None:
-            waiting: Waiting | None = None  # most waits are short
-            try:
-                if not self._on_host:
-                    work.wait()
-                    return
+    def _finish(self, work: Any, what: str, device: torch.device, out: Tensor) -> Tensor:
+        waiting: Waiting | None = None  # most waits are short
+        try:
+            if self._on_host:
                 while not _done(work):
                     waiting = waiting or Waiting(self.world, self.name, what)
                     waiting.announce()
-            except RuntimeError as error:
-                said = waiting or Waiting(self.world, self.name, what)
-                raise said.explain(error) from error
-            if waiting is not None:
-                waiting.over()
-
-        return wait
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise (waiting or Waiting(self.world, self.name, what)).explain(error) from error
+        if waiting is not None:
+            waiting.over()
+        return out.to(device) if self._staged else out
 
 
 def _done(work: Any) -> bool:

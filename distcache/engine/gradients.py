@@ -359,13 +359,7 @@ def start_reduce_rows(
     if link.world.size == 1:
         return lambda: gradient
     if native:
-        wait = link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
-
-        def finish() -> Tensor:
-            wait()
-            return gradient
-
-        return finish
+        return link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
     at_home = start_to_homes(link, plan, gradient, where)
     return lambda: to_all(link, plan, at_home(), f"row sums {plan.step}")
 

@@ -187,6 +187,26 @@ def test_a_thread_of_another_process_is_seen_where_it_is(told: str) -> None:
 
 
 @needs_looks
+def test_a_thread_is_looked_at_as_often_as_it_has_a_core() -> None:
+    """Not while it waits for one, which another process has most of the time."""
+    with spinning("untold") as (child, looking), spinning("untold") as (greedy, _):
+        core = min(os.sched_getaffinity(child.pid))
+        for process in (child, greedy):
+            os.sched_setaffinity(process.pid, {core})
+        os.setpriority(os.PRIO_PROCESS, child.pid, 19)
+
+        def taken() -> float:
+            """Seconds that the thread has had of a core."""
+            of = Path(f"/proc/{child.pid}/task/{child.pid}/schedstat")
+            return int(of.read_text().split()[0]) / 1e9
+
+        look, had, began = looking(), taken(), time.monotonic()
+        looks.look_until(lambda: look.all >= 20 or time.monotonic() > began + 60, [look])
+        had, lasted = taken() - had, time.monotonic() - began
+        assert look.all >= 20 and look.all * looks.PERIOD_S <= had + 0.01 < lasted / 2
+
+
+@needs_looks
 def test_a_signal_reaches_a_thread_that_is_looked_at() -> None:
     """The process ends of it, and who looks sees no more."""
     with spinning("untold") as (child, looking):
