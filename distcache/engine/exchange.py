@@ -14,14 +14,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from itertools import accumulate, islice, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from distcache.comm.link import PLANNING, Link
-from distcache.comm.mail import Mail
+from distcache.comm.mail import Mail, Pieces
 from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
@@ -48,22 +48,12 @@ _WIRE = np.int32
 
 _NONE = np.empty(0, dtype=_WIRE)
 
-T = TypeVar("T")
+Came = tuple[Pieces, Pieces]
+"""What came from one rank: for this one alone, the rows of each group that it names of this home,
+and its reply as a home for each; and for all, the slots of each."""
 
-Pieces = list[list[np.ndarray]]
-"""Arrays by rank: what each gets alone."""
-
-Came = tuple[np.ndarray, np.ndarray]
-"""What came from one rank: for this one alone, and for all."""
-
-
-class FromRank(NamedTuple, Generic[T]):
-    """By group, the rows that a rank names of this home, its reply as a home to this rank, and the
-    slots that it tells all; or how long these are."""
-
-    requests: list[T]
-    replies: list[T]
-    slots: list[T]
+Lengths = tuple[list[int], list[int]]
+"""How long the pieces of one rank are."""
 
 
 class Status(IntEnum):
@@ -183,9 +173,7 @@ class PlanExchange:
         own, slots, told_bytes = self._outgoing(asking, deciding)
         if self._mail is not None:
             came = self._mail.swap(own, [header.view(_WIRE), *slots], f"plans of {at}")
-            cut = 2 * len(header)  # of int64
-            table = np.stack([common[:cut] for _, common in came]).view(np.int64)
-            came = [(alone, common[cut:]) for alone, common in came]
+            table = np.stack([common.pop(0) for _, common in came]).view(np.int64)
         else:
             sent = torch.from_numpy(header)
             table = self._link.start_all_gather(sent, PLANNING, f"header of {at}")().numpy()
@@ -202,16 +190,16 @@ class PlanExchange:
         brings = asked is not None and asked.status is Status.OK
         decides = decided is not None and decided.status is Status.OK
         if brings or decides:
-            counts, lengths = self._lengths(table, lead, deciding)
-            came = came or self._far(own, slots, lengths, f"plans of {at}")
-            pieces = [_cut(of, each) for of, each in zip(came, lengths, strict=True)]
+            counts = self._counts(table)
+            if self._mail is None:
+                came = self._far(own, slots, self._lengths(table, lead, counts, deciding), at)
             if brings:
                 told.counts = counts
-                of_ranks = [of_rank.requests for of_rank in pieces]
+                of_ranks = [alone[: self._groups] for alone, _ in came]
                 told.named = [list(of_group) for of_group in zip(*of_ranks, strict=True)]
             if decides:
                 told.decision_bytes = told_bytes
-                self._take(told, numbers, deciding, pieces)
+                self._take(told, numbers, deciding, came)
         told.sent = self._link.counters.planning_bytes - before - told.decision_bytes
         return told
 
@@ -303,23 +291,21 @@ class PlanExchange:
 
     def _outgoing(
         self, asking: Part | None, deciding: Part | None
-    ) -> tuple[Pieces, list[np.ndarray], int]:
+    ) -> tuple[list[Pieces], Pieces, int]:
         """By rank what it alone gets, the rows of each group that its home is asked for and the
         replies to it; the slots of each group, which all get; bytes of decisions to others."""
-        own: Pieces = [[] for _ in range(self._size)]
-        slots, told = list[np.ndarray](), 0
+        requests, replies, slots = list[Pieces](), list[Pieces](), Pieces()
         if asking is not None and asking.flight is not None:
-            for asks in asking.flight.asked:
-                for parts, of_home in zip(own, asks.rows, strict=True):
-                    parts.append(of_home)
+            requests = [asks.rows for asks in asking.flight.asked]
+        told, others = 0, self._size - 1
         for group, decision in enumerate(deciding.decisions if deciding else ()):
             sharded = group in self._sharded
             slots.append(_NONE if sharded else decision.told)
-            replies = self._with_masks(decision) if sharded else decision.replies
-            for rank, (parts, reply) in enumerate(zip(own, replies, strict=True)):
-                parts.append(reply)
-                told += (rank != self._rank) * (len(reply) + len(slots[-1]))
-        return own, slots, _WIRE().itemsize * told
+            replies.append(self._with_masks(decision) if sharded else decision.replies)
+            lengths = [len(reply) for reply in replies[-1]]
+            told += sum(lengths) - lengths[self._rank] + others * len(slots[-1])
+        alone = [list(of) for of in zip(*requests, *replies, strict=True)]
+        return alone or [[]] * self._size, slots, _WIRE().itemsize * told
 
     def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
         """The reply about sharded rows for each rank, followed by its masks, if any."""
@@ -332,16 +318,25 @@ class PlanExchange:
             for reply, of_rank in zip(replies, masks, strict=True)
         ]
 
-    def _lengths(
-        self, table: np.ndarray, lead: list[list[int]], deciding: Part | None
-    ) -> tuple[list[np.ndarray], list[FromRank[int]]]:
-        """Of each group, how many rows ranks ask this home for, `[W, shelves]`; and how long what
-        comes from each rank is."""
+    def _counts(self, table: np.ndarray) -> list[np.ndarray]:
+        """Of each group, how many rows ranks ask this home for, int64 `[W, shelves]`; `table`: the
+        headers of all."""
         size, start, counts = self._size, LEAD, list[np.ndarray]()
         for shelves in self._shelves:
             by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
             counts.append(by_home[:, self._rank])
             start += size * shelves
+        return counts
+
+    def _lengths(
+        self,
+        table: np.ndarray,
+        lead: list[list[int]],
+        counts: list[np.ndarray],
+        deciding: Part | None,
+    ) -> list[Lengths]:
+        """How long what comes from each rank is."""
+        start = LEAD + sum(self._shelves) * self._size
         requests = np.stack([of_group.sum(1) for of_group in counts], 1).tolist()
         rows, asked = table[:, start::3].tolist(), _asked(deciding) if deciding else []
         lengths = []
@@ -355,41 +350,35 @@ class PlanExchange:
                         count += 0 if self.routes is None else self.routes.numbers(home, count)
                     replies.append(count)
                     slots.append(there)
-            lengths.append(FromRank(of_home, replies, slots))
-        return counts, lengths
+            lengths.append(([*of_home, *replies], slots))
+        return lengths
 
-    def _far(
-        self, own: Pieces, slots: list[np.ndarray], lengths: list[FromRank[int]], what: str
-    ) -> list[Came]:
+    def _far(self, own: list[Pieces], slots: Pieces, lengths: list[Lengths], at: str) -> list[Came]:
         """What `Mail.swap` brings but for headers, by a collective, for ranks without a mail."""
         outgoing = [[*parts, *slots] for parts in own]
         flat = np.concatenate([_NONE, *[part for parts in outgoing for part in parts]], dtype=_WIRE)
-        sends = [sum(map(len, parts)) for parts in outgoing]
-        receives, sent = [sum(map(sum, of_rank)) for of_rank in lengths], torch.from_numpy(flat)
+        sends, sent = [sum(map(len, parts)) for parts in outgoing], torch.from_numpy(flat)
+        receives, what = [sum(map(sum, of_rank)) for of_rank in lengths], f"plans of {at}"
         received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)().numpy()
-        came, start = list[Came](), 0
-        for of_rank, count in zip(lengths, receives, strict=True):
-            end = start + count
-            common = end - sum(of_rank.slots)
-            came.append((received[start:common], received[common:end]))
-            start = end
-        return came
+        ends = accumulate([n for of_rank in lengths for of in of_rank for n in of], initial=0)
+        pieces = (received[first:last] for first, last in pairwise(ends))
+        return [([*islice(pieces, len(a))], [*islice(pieces, len(b))]) for a, b in lengths]
 
     def _take(
         self,
         told: Told,
         numbers: np.ndarray,
         deciding: Part,
-        pieces: list[FromRank[np.ndarray]],
+        came: list[Came],
     ) -> None:
         """What all homes decided, from the pieces of each; mixed into the digest of them all."""
         fetched = told.fetched.T.tolist()
         told.parts = [
             [
-                HomePart(of_home.slots[group], of_home.replies[group], count)
-                for of_home, count in zip(pieces, fetched[group], strict=True)
+                HomePart(slots[group], alone[group - self._groups], count)  # after any requests
+                for (alone, slots), count in zip(came, of_group, strict=True)
             ]
-            for group in range(self._groups)
+            for group, of_group in enumerate(fetched)
         ]
         if self.routes is not None:
             for of_group, homes in zip(_asked(deciding), told.parts, strict=True):
@@ -401,19 +390,6 @@ class PlanExchange:
         slots = [fold(part.told) for homes in told.parts for part in homes]
         self._digest = zlib.crc32(np.array(slots), self._digest)
         told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
-
-
-def _cut(came: Came, lengths: FromRank[int]) -> FromRank[np.ndarray]:
-    """The pieces of what came from one rank."""
-    alone, common = came
-    asked = sum(lengths.requests)
-    whole = (alone[:asked], alone[asked:], common)
-    return FromRank(
-        *[
-            [of[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
-            for of, counts in zip(whole, lengths, strict=True)
-        ]
-    )
 
 
 def _asked(part: Part) -> list[list[int]]:

@@ -27,7 +27,7 @@ from distcache.comm.world import World, close_world, open_world
 from distcache.engine.exchange import Part, PlanExchange, Status, Verdict
 from distcache.errors import PeerError
 
-ROUNDS = 40
+ROUNDS, _WIRE = 40, np.int32
 
 
 def within(rank: int, size: int, work: Callable[[World], Any], timeout_s: float = 60.0) -> Any:
@@ -68,7 +68,7 @@ def both_ways(world: World) -> tuple[int, int]:
     mail, pace = Mail(world, counters, "the mail"), np.random.default_rng(world.rank)
     read = mail._read
 
-    def slowly(*of: int) -> tuple[np.ndarray, np.ndarray]:
+    def slowly(*of: int) -> tuple[mails.Pieces, mails.Pieces]:
         time.sleep(float(pace.choice([0.0, 0.0, 0.004])))
         return read(*of)
 
@@ -84,9 +84,10 @@ def both_ways(world: World) -> tuple[int, int]:
         lengths = [len(joined([*own, *to_all])) for own, to_all in theirs]
         flat, sends = torch.from_numpy(joined(outgoing)), [len(to) for to in outgoing]
         came = link.start_all_to_all(flat, sends, lengths, PLANNING, "twin")().split(lengths)
-        for (alone, to_all), twin, (own, _) in zip(found[nth], came, theirs, strict=True):
-            assert (alone.dtype, to_all.dtype, len(alone)) == (np.int32, np.int32, len(joined(own)))
-            np.testing.assert_array_equal(np.concatenate((alone, to_all)), twin.numpy())
+        for pieces, twin, given in zip(found[nth], came, theirs, strict=True):
+            np.testing.assert_array_equal(joined([*pieces[0], *pieces[1]]), twin.numpy())
+            for own, to in zip(pieces, given, strict=True):
+                assert [(len(piece), piece.dtype) for piece in own] == [(len(p), _WIRE) for p in to]
     mail.close()
     return getattr(counters, PLANNING), getattr(link.counters, PLANNING)
 
