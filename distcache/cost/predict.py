@@ -178,7 +178,7 @@ occurrences), for a row of the plan (its slot, and again where it is fetched), f
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
 place among all rows, and the home's own)."""
 
-EXCHANGE_GROWTH = 0.37
+EXCHANGE_GROWTH = 0.23
 """By how much an exchange of planners on one node takes more of their cores with each rank beyond
 two, beside what is told in it: docs/results/exchange.md."""
 
