@@ -93,6 +93,10 @@ class HostOptions:
 WIDTHS, SHARES, WORLDS = (64, 128), (0.25, 1.0), (1, 2, 8)
 """Of predicted steps: widths, batches as shares of `batch`, ranks on one node."""
 
+WARM = 1 / 32
+"""Share of `batch` at which training's own work is measured for the model. What a GPU does is done
+by the thread's own core here, and sweeps its caches: the same calls take longer then."""
+
 _PLAN = ("device=h100", "host={bandwidth: 50e9}", "lookahead=16", "prefetch=1", "optim=sgd")
 """What they are of, beside that."""
 
@@ -112,13 +116,14 @@ def measure(options: HostOptions, overrides: tuple[str, ...]) -> list[Record]:
     records: list[Record] = []
     for about in runs_of(options):
         log.info(" ".join(f"{key}={value}" for key, value in about.items()))
-        turns = 1 + options.repetitions + -(-options.seen // options.steps)
+        seen = options.seen * min(8, options.batch // about["batch"])  # short steps are seen less
+        turns = 1 + options.repetitions + -(-seen // options.steps)
         own = {"model": "dlrm", "lead": 0, "threads": 1, "repetitions": turns}
         own["warmup"] = options.warmup * options.batch // about["batch"]
         own |= about | {"batch": about["ranks"] * about["batch"]}
         of_run = SimpleNamespace(**asdict(options) | own)
         spec = spec_of(about["mode"], of_run, config, overrides)
-        records += trained(options, spec, about, of_run.warmup)
+        records += trained(replace(options, seen=seen), spec, about, of_run.warmup)
     with opened_world("cpu") as world:
         planner = replace(
             measure_host(world, rows, options.batch, WIDTHS[0]),
@@ -192,6 +197,8 @@ def runs_of(options: HostOptions) -> list[Record]:
     small = round(SHARES[0] * options.batch)
     every += [("data", first, ranks, small) for ranks in options.ranks]
     every += [("resident", first, options.ranks[0], small)]
+    warm = max(1, round(WARM * options.batch))
+    every += [("data", *of, warm) for of in product(options.optimizers, options.ranks)]
     return [dict(zip(names, run, strict=True)) for run in every]
 
 
@@ -251,7 +258,8 @@ def constants(
     """The planner's constants, with those that runs of this checkout give beside them; records of
     the planner's thread get what all predict of it.
 
-    Training's own work is the median over the runs of `data`, on one rank and on several;
+    Training's own work is the median over the runs of `data`, on one rank and on several, of the
+    fewest samples (`WARM`);
     movement's has a part for each row that the rank names, to which comes `chunked_s`, and each
     that its home moves. The planner's are times what it takes beside training, whose caches are
     colder; what exchanges take has a part for each number that is told. Of turns the least counts,
@@ -279,6 +287,8 @@ def constants(
         return [step(record, of).time.threads.talker for of in times]
 
     trains = [record for record in data if record["thread"] == "training"]
+    least = min(record["batch"] for record in trains)
+    trains = [record for record in trains if record["batch"] == least]
     single = [own[id(record)] for record in trains if record["ranks"] == 1]
     several = [own[id(record)] for record in trains if record["ranks"] > 1]
     training_s = float(np.median(single or several))
@@ -361,9 +371,10 @@ SECTIONS = (
         "Threads",
         "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
         "thread does. Its own: without what torch, the package's kernels and the model take: the "
-        "share of looks at the thread, at random moments of another turn, that saw it at work of "
-        "its own, and the standard error of that share; planning and talking are their threads' "
-        "own. "
+        "share of looks at the thread, once in 0.7 ms that it has a core in another turn, that saw "
+        "it at work of its own, and the standard error of that share; planning and talking are "
+        "their threads' own. What a GPU does is done by the thread's core here, which sweeps the "
+        "caches: the fewer samples, the less longer its own calls take for that. "
         "Calls of Python functions a step and rank, with those of the dense part, which a GPU "
         "replays: all, those of the package, and of NumPy's functions (ufuncs are none). As "
         "predicted: of the planner's thread, one, from the constants below. As beside a GPU, one "
@@ -392,8 +403,8 @@ SECTIONS = (
         "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
         "fitted to nine streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
-        "it. `training_s`, `summing_s`, `moving_s`, `listed_s` and `moved_s` are from the table "
-        "above, its least turns, and to `listed_s` comes what cutting a row's occurrences into "
+        "it. `training_s` and `summing_s` (fewest samples), `moving_s`, `listed_s` and `moved_s` "
+        "are from the table above, its least turns, and to `listed_s` comes what cutting a row's occurrences into "
         "chunks and packing these takes, as a device wants them; `exchange_s` and `told_s` are "
         "what an exchange takes of its thread's core, waiting for the other ranks left out. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
