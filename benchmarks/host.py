@@ -258,10 +258,10 @@ def constants(
     """The planner's constants, with those that runs of this checkout give beside them; records of
     the planner's thread get what all predict of it.
 
-    Training's own work is the median over the runs of `data`, on one rank and on several, of the
-    fewest samples (`WARM`);
-    movement's has a part for each row that the rank names, to which comes `chunked_s`, and each
-    that its home moves. The planner's are times what it takes beside training, whose caches are
+    Training's own work is that of `data` and the first optimizer with the fewest samples (`WARM`),
+    on one rank and on several. Of the other runs, movement's has a part for each row that the rank
+    names, to which comes `chunked_s`, and each that its home moves; the planner's are times what it
+    takes beside training, whose caches are
     colder; what exchanges take has a part for each number that is told. Of turns the least counts,
     without what other load adds.
     """
@@ -288,19 +288,21 @@ def constants(
 
     trains = [record for record in data if record["thread"] == "training"]
     least = min(record["batch"] for record in trains)
-    trains = [record for record in trains if record["batch"] == least]
+    first = options.optimizers[0]
+    trains = [r for r in trains if (r["batch"], r["optimizer"]) == (least, first)]
+    sized = [record for record in here if record["batch"] > least]
     single = [own[id(record)] for record in trains if record["ranks"] == 1]
     several = [own[id(record)] for record in trains if record["ranks"] > 1]
     training_s = float(np.median(single or several))
     summing_s = max(0.0, float(np.median(several or single)) - training_s)
-    moves = [record for record in here if record["thread"] == "movement"]
+    moves = [record for record in sized if record["thread"] == "movement"]
     own_of_moves = fit([moved(r) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
     moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
     times = replace(times, training_s=training_s, summing_s=summing_s, **moving)
     plans = [record for record in here if record["thread"] == "planning"]
     planned = {id(record): step(record).time.threads.planner for record in plans}
-    alone = [record for record in plans if record["ranks"] == 1] or plans
+    alone = [r for r in plans if r["batch"] > least and r["ranks"] == 1] or plans
     (factor,) = fit([[planned[id(r)]] for r in alone], [own[id(r)] for r in alone])
     talks = [record for record in here if record["thread"] == "talking" and record["ranks"] > 1]
     exchanged = [HOST.exchange_s, HOST.told_s]
@@ -404,9 +406,10 @@ SECTIONS = (
         "fitted to nine streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s` and `summing_s` (fewest samples), `moving_s`, `listed_s` and `moved_s` "
-        "are from the table above, its least turns, and to `listed_s` comes what cutting a row's occurrences into "
-        "chunks and packing these takes, as a device wants them; `exchange_s` and `told_s` are "
-        "what an exchange takes of its thread's core, waiting for the other ranks left out. "
+        "are from the table above, its least turns, and to `listed_s` comes what cutting a row's "
+        "occurrences into chunks and packing these takes, as a device wants them; `exchange_s` and "
+        "`told_s` are what an exchange takes of its thread's core, waiting for the other ranks "
+        "left out. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
