@@ -261,9 +261,8 @@ def constants(
     Training's own work is that of `data` and the first optimizer with the fewest samples (`WARM`),
     on one rank and on several. Of the other runs, movement's has a part for each row that the rank
     names, to which comes `chunked_s`, and each that its home moves; the planner's are times what it
-    takes beside training, whose caches are
-    colder; what exchanges take has a part for each number that is told. Of turns the least counts,
-    without what other load adds.
+    takes beside training, whose caches are colder. What exchanges take has a part for each number
+    that is told. Of turns the least counts, without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]

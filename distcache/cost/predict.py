@@ -182,7 +182,7 @@ EXCHANGE_GROWTH = 0.23
 """By how much an exchange of planners on one node takes more of their cores with each rank beyond
 two, beside what is told in it: docs/results/exchange.md."""
 
-FAR_EXCHANGE, FAR_EXCHANGE_GROWTH = 2.5, 0.27
+FAR_EXCHANGE, FAR_EXCHANGE_GROWTH = 2.9, 0.27
 """How many times as much one of two ranks on several nodes takes, by gloo; and by how much more
 with each doubling of the ranks: docs/results/exchange.md."""
 
