@@ -81,13 +81,28 @@ _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}.get(platform.machine(), -1)
 _ATTRIBUTES = struct.Struct("<IIQQQQQI76x")
 """Kind, size, event, period, two that are not read, flags, and how many samples wake who polls."""
 
-_SOFTWARE, _TASK_CLOCK, _NOT_THE_KERNEL = 1, 1, 1 << 5 | 1 << 6
+_SOFTWARE, _TASK_CLOCK = 1, 1
 
 
 def require_looks() -> None:
     """Raise ConfigError where what threads are at cannot be read."""
     if sys.version_info[:2] != (3, 11) or sys.implementation.name != "cpython":
         raise ConfigError("what threads are at is read as CPython 3.11 has it: set seen=0")
+    os.close(clock_of(0))
+
+
+def clock_of(thread: int) -> int:
+    """A descriptor of what a thread has of a core, in the kernel too, to be polled once in
+    `PERIOD_S` of it where its memory is mapped; 0: of this one. Raises ConfigError."""
+    about = (_SOFTWARE, _ATTRIBUTES.size, _TASK_CLOCK, round(1e9 * PERIOD_S), 0, 0, 0, 1)
+    given = ctypes.create_string_buffer(_ATTRIBUTES.pack(*about), _ATTRIBUTES.size)
+    clock = ctypes.CDLL(None, use_errno=True).syscall(_PERF_EVENT_OPEN, given, thread, -1, -1, 0)
+    if clock < 0:
+        raise ConfigError(
+            "this system tells no process what a thread has of a core "
+            f"({os.strerror(ctypes.get_errno())}): allow perf_event_open, or set seen=0"
+        )
+    return int(clock)
 
 
 class _Part(ctypes.Structure):
@@ -114,36 +129,16 @@ class Looks:
                 f"({os.strerror(ctypes.get_errno())}): allow ptrace, or set seen=0"
             )
         try:
-            self.clock, self._samples = self._began()
-        except OSError as error:
+            self.clock = clock_of(self._id)
+        except ConfigError:
             self.end()
-            raise ConfigError(
-                f"this system tells no process what another one has of a core ({error.strerror}): "
-                "allow perf_event_open, or set seen=0"
-            ) from error
-
-    def _began(self) -> tuple[int, mmap.mmap]:
-        """A descriptor that can be polled as often as the thread has had a core for a period; and
-        the memory without which the system tells nobody, for as long as that is held."""
-        period = round(1e9 * PERIOD_S)
-        about = (_SOFTWARE, _ATTRIBUTES.size, _TASK_CLOCK, period, 0, 0, _NOT_THE_KERNEL, 1)
-        given = ctypes.create_string_buffer(_ATTRIBUTES.pack(*about), _ATTRIBUTES.size)
-        clock = self._libc.syscall(_PERF_EVENT_OPEN, given, self._id, -1, -1, 0)
-        if clock < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        try:
-            return clock, mmap.mmap(clock, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ)
-        except OSError:
-            os.close(clock)
             raise
+        # Without this memory the system tells nobody.
+        self._samples = mmap.mmap(self.clock, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ)
 
     def look(self) -> None:
         """One look, if the thread can run, and does not wait to hear of what it waited for."""
-        try:
-            state = (self._task / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # it has ended
-            return
-        if state != "R" or not self._stop():
+        if self._doing() != "R" or not self._stop():
             return
         try:
             stack = self._stack()
@@ -155,6 +150,18 @@ class Looks:
             self.all += 1
             self.own += is_own(stack, self._package)
 
+    def pass_on(self) -> None:
+        """Let a thread that a signal has stopped have that."""
+        if self._doing() == "t":
+            self._go_on()
+
+    def _doing(self) -> str:
+        """The system's letter for what the thread does: R where it can run."""
+        try:
+            return (self._task / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended
+            return ""
+
     def end(self) -> None:
         """Leave the thread alone, for good."""
         if self._samples is not None:
@@ -163,37 +170,40 @@ class Looks:
             self._samples = None
         deadline = time.monotonic() + _PATIENCE_S
         while self._trace(_INTERRUPT) == 0 and time.monotonic() < deadline:
-            if self.go_on(_DETACH):
+            if self._go_on(_DETACH):
                 return
             time.sleep(1e-3)
 
     def _stop(self) -> bool:
         """Stop the thread; False where it stopped for a signal, with which it goes on, or ended."""
-        if self._trace(_INTERRUPT) != 0:
-            return False
-        _, status = os.waitpid(self._id, _ALL)
-        return self._is_ours(status)
+        return self._trace(_INTERRUPT) == 0 and self._is_ours(self._stopped(0))
+
+    def _go_on(self, request: int = _CONTINUE) -> bool:
+        """Let a thread go on by `request`, if it has stopped; whether it did for `_INTERRUPT`."""
+        ours = self._is_ours(self._stopped(os.WNOHANG))
+        if ours:
+            self._trace(request)
+        return ours
+
+    def _stopped(self, how: int) -> int:
+        """The status with which the thread has stopped; 0 where it has not, or has ended, of which
+        its process's parent still hears then."""
+        try:
+            seen = os.waitid(os.P_PID, self._id, os.WSTOPPED | os.WEXITED | os.WNOWAIT | _ALL | how)
+        except ChildProcessError:
+            return 0
+        if seen is None or seen.si_code != os.CLD_TRAPPED:
+            return 0
+        return os.waitpid(self._id, _ALL)[1]
 
     def _is_ours(self, status: int) -> bool:
         """Whether a thread was stopped by `_INTERRUPT`; where a signal did that, it gets it."""
-        if not os.WIFSTOPPED(status):
+        if not status:
             return False
         if status >> 16 != _STOPPED:
             self._trace(_CONTINUE, os.WSTOPSIG(status))
             return False
         return True
-
-    def go_on(self, request: int = _CONTINUE) -> bool:
-        """Let a thread go on by `request`, if it has stopped; whether it did for `_INTERRUPT`, or
-        is no more."""
-        try:
-            found, status = os.waitpid(self._id, _ALL | os.WNOHANG)
-        except ChildProcessError:
-            return True
-        if found and self._is_ours(status):
-            self._trace(request)
-            return True
-        return found != 0 and not os.WIFSTOPPED(status)
 
     def _trace(self, request: int, data: int = 0) -> int:
         return self._libc.ptrace(request, self._id, 0, data)
@@ -245,18 +255,21 @@ def look_until(over: Callable[[], bool], looks: list[Looks]) -> None:
     for each in looks:
         due.register(each.clock, select.POLLIN)
     of = {each.clock: each for each in looks}
-    with suppress(PermissionError):
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     try:
         while not over():
-            for each in looks:  # a signal stops a thread too, which has no core then
-                each.go_on()
-            for clock, event in due.poll(_POLL_MS):
+            told = due.poll(_POLL_MS)
+            for clock, event in told:
                 if event & select.POLLIN:
                     of[clock].look()
                 else:  # the thread has ended
                     due.unregister(clock)
+            for each in () if told else looks:  # whom a signal stops has no core, as who waits
+                each.pass_on()
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for each in looks:
             each.end()
+        with suppress(OSError):
+            os.sched_setscheduler(0, *before)

@@ -207,6 +207,9 @@ from 9 on."""
 def test_state_comes_with_own_and_sharded_rows_alone(width: int) -> None:
     assert SLOTS.rows(13) == 3 + 4
     assert SLOTS.of(np.array([6, 8, 9, 12])).tolist() == [0, 2, 3, 6]
+    inner = StateSlots(first=3, count=3, tail=9)
+    for first in (3, 5, 9, 11):
+        assert inner.start(slice(first, first + 1)) == inner.of(np.array([first]))[0]
     cache = DeviceCache(13, kind_of(width), "cpu", state_slots=SLOTS)
     assert cache.weight.shape == (13, DIM) and (width == 0 or cache.state.shape == (7, width))
     assert cache.device_bytes == (13 * DIM + 7 * width) * 8

@@ -4,6 +4,7 @@ descriptor is left."""
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -88,8 +89,15 @@ def both_ways(world: World) -> tuple[int, int]:
             np.testing.assert_array_equal(joined([*pieces[0], *pieces[1]]), twin.numpy())
             for own, to in zip(pieces, given, strict=True):
                 assert [(len(piece), piece.dtype) for piece in own] == [(len(p), _WIRE) for p in to]
+        mine = found[nth][world.rank]
+        assert all(map(operator.is_, joined_lists(mine), joined_lists((parts[world.rank], common))))
     mail.close()
     return getattr(counters, PLANNING), getattr(link.counters, PLANNING)
+
+
+def joined_lists(pieces: tuple[Sequence[np.ndarray], Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Those for one, then those for all."""
+    return [*pieces[0], *pieces[1]]
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
