@@ -127,8 +127,9 @@ HOST = HostTimes(
 """By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
 kernel's launch takes beside a GPU, and `planner_threads`, of which `trainer.planner_threads=auto`
 takes the rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is
-in none. From `planning_s` to `placed_s`, `row_s` and `serial` are of the report at commit b1bf2d0b,
-of the same planner: in the one there now the fit leaves two of them at zero.
+in none. Constants vary from run to run of one machine by a third, and single ones of a fit by more:
+these are of the reports at commits b1bf2d0b (the planner's, `row_s` and `serial`) and 3378a5ee (the
+others).
 """
 
 
