@@ -112,6 +112,22 @@ def test_mail_brings_what_gloo_brings(size: int) -> None:
         assert by_mail == by_gloo > 0
 
 
+DIES = ("ends", "writes", "meets", "opens nothing")
+"""At which points a rank ends: before it has written, before it has taken a token, after that, and
+as the last, before it opens the gate."""
+
+
+def dies(mail: Mail, one: Message, how: str) -> None:
+    """End at a point of the third message."""
+    if how == "opens nothing":  # the last to come, which the others wait for then
+        time.sleep(1)
+    if how != "ends":
+        mail._tell(*one, 0)
+    if how in ("meets", "opens nothing"):
+        assert mails._taken(mail._tokens[0]) == (how == "meets")
+    os._exit(77)
+
+
 def fails(world: World, how: str) -> list[str]:
     """What ranks say where rank 1 does not come to the third message, and to the one after it."""
     mail = Mail(world, CollectiveCounters(), "the mail")
@@ -119,10 +135,8 @@ def fails(world: World, how: str) -> list[str]:
     for nth in range(2):
         mail.swap(*one, f"round {nth}")
     if world.rank == 1 and how != "late":
-        if how == "writes":  # and ends before it meets the others
-            mail._tell(*one, 0)
-        if how in ("ends", "writes"):
-            os._exit(77)
+        if how in DIES:
+            dies(mail, one, how)
         if how == "fails":
             record_failure(world.store, 1, ValueError("too bad"))
         time.sleep(30)
@@ -130,6 +144,8 @@ def fails(world: World, how: str) -> list[str]:
         time.sleep(3)
         said = [world.store.get("distcache/waiting/the mail/0").decode()]
         return [*said, caught(lambda: mail.swap(*one, "round 2"))]
+    if how == "meets":  # after the one that ends
+        time.sleep(1)
     if how == "late":
         first = caught(lambda: mail.swap(*one, "round 2"))
         return [first, world.store.get("distcache/waiting/the mail/0").decode()]
@@ -141,6 +157,7 @@ def fails(world: World, how: str) -> list[str]:
     [
         ("ends", 60.0, "rank 1 ended without a word (its process has ended)"),
         ("writes", 60.0, "rank 1 ended without a word (its process has ended)"),
+        ("opens nothing", 60.0, "rank 1 ended without a word (its process has ended)"),
         ("fails", 60.0, "stopped because rank 1 failed: ValueError: too bad"),
         ("hangs", 2.0, "rank 1 did not come within trainer.timeout_s=2, or ended (no word came)"),
     ],
@@ -148,7 +165,7 @@ def fails(world: World, how: str) -> list[str]:
 def test_who_does_not_come_is_named(how: str, timeout_s: float, said: str) -> None:
     """Within seconds; and what comes later is not taken for what was missed."""
     began = time.monotonic()
-    but = [] if how in ("ends", "writes") else [1]
+    but = [] if how in DIES else [1]
     found = Job(_fails, 3, how, timeout_s).ends(60, but=but)
     assert time.monotonic() - began < 25
     for rank in (0, 2):
@@ -156,6 +173,14 @@ def test_who_does_not_come_is_named(how: str, timeout_s: float, said: str) -> No
         assert first.startswith("PeerError: ") and said in first, first
         left = f"PeerError: rank {rank} left the mail: round 2: "
         assert then.startswith(left) and then.endswith(first.removeprefix("PeerError: ")), then
+
+
+def test_a_message_that_is_there_comes_though_its_rank_has_ended() -> None:
+    """Which had met the others, of whom another one was the last; the next message does not."""
+    found = Job(_fails, 3, "meets", 60.0).ends(60)
+    for rank in (0, 2):
+        first, then = found[rank].value
+        assert first == "" and "rank 1 ended without a word" in then, (first, then)
 
 
 def _fails(rank: int, size: int, how: str, timeout_s: float) -> list[str]:
