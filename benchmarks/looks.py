@@ -130,11 +130,11 @@ class Looks:
             )
         try:
             self.clock = clock_of(self._id)
-        except ConfigError:
+            # Without this memory the system tells nobody.
+            self._samples = mmap.mmap(self.clock, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ)
+        except (ConfigError, OSError):
             self.end()
             raise
-        # Without this memory the system tells nobody.
-        self._samples = mmap.mmap(self.clock, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ)
 
     def look(self) -> None:
         """One look, if the thread can run, and does not wait to hear of what it waited for."""

@@ -70,6 +70,7 @@ _NUMBER, _TOTAL, _FIRST = 0, 1, 2
 each rank, of what is for all, and of the end, which piece is the first, and where pieces end."""
 
 Pieces = list[np.ndarray]
+"""Arrays of a message, int32 `[n]` each."""
 
 
 class _Box:
