@@ -116,14 +116,22 @@ def set_flags(flags: np.ndarray, slots: np.ndarray) -> None:
         flags[slots[i]] = True
 
 
-@compiled(types.void(out8, _flags, in4, in8))
-def hold_rows(slot_row: np.ndarray, dirty: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
-    """Let `slots`, int32 `[m]`, hold `rows`, int64, clean."""
+@compiled(types.boolean(out8, _flags, in4, i8, in8))
+def hold_rows(
+    slot_row: np.ndarray, dirty: np.ndarray, slots: np.ndarray, first: int, rows: np.ndarray
+) -> bool:
+    """Let `slots`, int32 `[m]`, from `first` on hold `rows`, int64, clean; False, and all is as
+    before, where one of them all is outside."""
+    for i in range(len(slots)):
+        if np.uint32(slots[i]) >= len(slot_row):
+            return False
+    slots = slots[first : first + len(rows)]
     for i in range(len(slots)):
         if i + _EARLY < len(slots):
             fetch_early(slot_row, slots[i + _EARLY])
             fetch_early(dirty, slots[i + _EARLY])
         slot_row[slots[i]], dirty[slots[i]] = rows[i], False
+    return True
 
 
 @compiled(i8(out8, _flags, in4, in8, out4, out8))
@@ -136,15 +144,15 @@ def free_slots(
     left_rows: np.ndarray,
 ) -> int:
     """Free `slots`, int32 `[m]`, if they hold `rows`, int64. How many of them were dirty, which go
-    to `left`, and their rows to `left_rows`, both of `[m]`; where the i-th, the first, holds
-    another row, -1 - i, and all is as before."""
+    to `left`, and their rows to `left_rows`, both of `[m]`; where the i-th, the first, is outside,
+    or holds another row, -1 - i, and all is as before."""
     count = 0
     for i in range(len(slots)):
         if i + _EARLY < len(slots):
             fetch_early(slot_row, slots[i + _EARLY])
             fetch_early(dirty, slots[i + _EARLY])
         slot = slots[i]
-        if slot_row[slot] != rows[i]:
+        if np.uint32(slot) >= len(slot_row) or slot_row[slot] != rows[i]:
             for k in range(i):
                 slot_row[slots[k]] = rows[k]
             for k in range(count):
@@ -241,6 +249,7 @@ class DeviceCache:
         at, new = self._slots(slots), _numpy(rows, np.int64)
         own = at[first : first + len(new)]
         if self._validate:
+            self._require(at)
             held = self.slot_row[own]
             taken = (held != FREE) & (held != FOREIGN)
             if taken.any():
@@ -250,7 +259,8 @@ class DeviceCache:
                     "there"
                 )
             self.slot_row[at] = FOREIGN
-        hold_rows(self.slot_row, self.dirty, own, new)
+        if not hold_rows(self.slot_row, self.dirty, at, first, new):
+            self._require(at)
         where = self._to_device(at) if where is None else where
         self._copy_in(self.weight, where, weight)
         if self.state is not None and state is not None:
@@ -304,6 +314,7 @@ class DeviceCache:
         count = free_slots(self.slot_row, self.dirty, at, expected, left, left_rows)
         if count < 0:
             i = -1 - count
+            self._require(at)
             held = self.slot_row[at[i]]
             what = "is free" if held == FREE else f"holds row {held}"
             raise PlanError(f"slot {at[i]} {what}, but row {expected[i]} was to leave it")
@@ -365,13 +376,21 @@ class DeviceCache:
         return weight, state
 
     def _slots(self, slots: Index) -> np.ndarray:
-        """`slots` as NumPy, int32; PlanError for one outside [0, C)."""
-        check_rows(np.asarray(slots), len(self.slot_row), "slot")
-        return _numpy(slots, np.int32)
+        """`slots` as NumPy, int32, which loops look at; PlanError for one that cannot be that, and
+        is outside [0, C)."""
+        at = slots.numpy() if isinstance(slots, Tensor) else slots
+        if at.dtype != np.int32:
+            self._require(at)
+        return _numpy(at, np.int32)
+
+    def _require(self, at: np.ndarray) -> None:
+        """PlanError for a slot outside [0, C)."""
+        check_rows(at, self.slots, "slot")
 
     def _held(self, slots: Index, verb: str) -> np.ndarray:
-        """`slots` as NumPy; PlanError for one that is free."""
+        """`slots` as NumPy; PlanError for one that is outside, or free."""
         at = self._slots(slots)
+        self._require(at)
         free = self.slot_row[at] == FREE
         if free.any():
             raise PlanError(f"slot {at[int(np.argmax(free))]} holds no row: nothing to {verb}")

@@ -76,3 +76,31 @@ def _prefetch(typing_context: Any, table: Any, row: Any) -> tuple[Any, Any]:
 @extending.overload(fetch_early, inline="always")
 def _fetch_early(table, row):  # type: ignore[no-untyped-def] # the types that Numba has
     return lambda table, row: _prefetch(table, np.int64(row))
+
+
+def copy_row(target: np.ndarray, to: int, source: np.ndarray, at: int) -> None:
+    """`target[to] = source[at]` of two tables of bytes, uint8 `[m, size]`, of one size."""
+    target[to] = source[at]
+
+
+@extending.intrinsic
+def _copy(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> tuple[Any, Any]:
+    """C's `memcpy`, of a length that it is told."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, places = context.get_constant(types.intp, 0), []
+        for table, index in ((0, 1), (2, 3)):
+            kind, place = signature.args[table], [arguments[index], first]
+            own = context.make_array(kind)(context, builder, arguments[table])
+            of = context, builder, kind, own, place
+            places.append(cgutils.get_item_pointer(*of, wraparound=False))
+        size = cgutils.unpack_tuple(builder, own.shape)[1]
+        cgutils.raw_memcpy(builder, *places, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), generate
+
+
+@extending.overload(copy_row, inline="always")
+def _copy_row(target, to, source, at):  # type: ignore[no-untyped-def] # the types that Numba has
+    return lambda target, to, source, at: _copy(target, np.int64(to), source, np.int64(at))

@@ -326,12 +326,14 @@ def check_ids(
     (`"hash"`). Raises DataError, also for malformed offsets or weights and for float ids.
     """
     offsets = _checked_offsets(ids)
-    values = ids.values.numpy().astype(np.int64, copy=False)
-    edges = offsets[:: max(ids.batch_size, 1)] if ids.batch_size else np.zeros(1, dtype=np.int64)
-    if not _is_any_beyond(values, edges, table_rows):
+    values = np.ascontiguousarray(ids.values.numpy(), np.int64)
+    rows = np.asarray(table_rows, dtype=np.int64)
+    edges = np.zeros(len(rows) + 1, np.int64)  # of no sample
+    if ids.batch_size:
+        edges = np.ascontiguousarray(offsets[:: ids.batch_size])
+    if not _is_any_beyond(values, edges, rows):
         narrow = ids.values.dtype != torch.int64
         return replace(ids, values=torch.from_numpy(values)) if narrow else ids
-    rows = np.asarray(table_rows, dtype=np.int64)
     limits = np.repeat(rows, np.diff(edges))
     bad = (values < 0) | (values >= limits)
     if on_bad_id == "hash":
@@ -348,14 +350,17 @@ def check_ids(
     )
 
 
-def _is_any_beyond(values: np.ndarray, edges: np.ndarray, table_rows: Sequence[int]) -> bool:
-    """Whether an id is outside its table; the ids of feature f are `edges[f : f + 2]`."""
-    unsigned = values.view(np.uint64)  # so that negative ids are beyond every table too
-    (named,) = (edges[1:] > edges[:-1]).nonzero()  # features without an id have no largest
-    if not len(named):
-        return False
-    largest = np.maximum.reduceat(unsigned, edges[named])
-    return bool((largest >= np.asarray(table_rows, dtype=np.uint64)[named]).any())
+@compiled(types.boolean(in8, in8, in8))
+def _is_any_beyond(values: np.ndarray, edges: np.ndarray, rows: np.ndarray) -> bool:
+    """Whether an id is outside its table, of so many rows; the ids of feature f are
+    `edges[f : f + 2]`."""
+    for feature in range(len(rows)):
+        largest = np.uint64(0)  # unsigned, so that negative ids are beyond every table too
+        for i in range(edges[feature], edges[feature + 1]):
+            largest = max(largest, np.uint64(values[i]))
+        if largest >= np.uint64(rows[feature]) and edges[feature] < edges[feature + 1]:
+            return True
+    return False
 
 
 def _checked_offsets(ids: JaggedIds) -> np.ndarray:

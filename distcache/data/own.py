@@ -91,7 +91,9 @@ class OwnBatches:
         self._loader, self.features, self._epochs = loader, tuple(features), epochs
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}
-        self._positions: OrderedDict[int, tuple[bytes, list[Tensor]]] = OrderedDict()
+        # After so many steps: pass, items of it, the loader's state, and those of `_drawn`.
+        self._positions: OrderedDict[int, tuple[int, int, bytes | None, list[Tensor]]]
+        self._positions = OrderedDict()
         self._draws: Draws | None = None  # while it is open
         self._drawn: list[Tensor] = []  # states of the generators as this pass began
         self._keep = keep
@@ -176,15 +178,17 @@ class OwnBatches:
                 f"the loader's position after {step} steps is not known, only those after {first} "
                 f"to {last}: batches were drawn too far ahead"
             )
-        position, drawn = self._positions[step]
-        return _packed(pickle.loads(position) | {"draws": drawn} | more)  # made by this process
+        epoch, items, state, drawn = self._positions[step]
+        loader = None if state is None else pickle.loads(state)  # made by this process
+        position = {"epoch": epoch, "items": items, "loader": loader, "draws": drawn}
+        return _packed(position | more)
 
     def batches(self, first_step: int) -> Iterator[Batch]:
         """Training batches from step `first_step` on, after `open`; their global size is not known
         yet."""
         step = first_step
-        start = {key: self._start[key] for key in ("epoch", "items", "loader")}
-        self._positions[step] = pickle.dumps(start), self._drawn
+        state = pickle.dumps(self._start["loader"])
+        self._positions[step] = self._start["epoch"], self._start["items"], state, self._drawn
         for epoch in range(self._start["epoch"], self._epochs):
             done = self._start["items"]
             if epoch > self._start["epoch"]:
@@ -233,9 +237,10 @@ class OwnBatches:
 
     def _remember(self, step: int, epoch: int, done: int) -> None:
         """The iterable's position after `step` steps."""
-        state = self._loader.state_dict() if self.stateful else None  # type: ignore[attr-defined]
-        position = {"epoch": epoch, "items": done, "loader": state}
-        self._positions[step] = pickle.dumps(position), self._drawn
+        state = None
+        if self.stateful:  # as it is now, whatever the loader makes of it later
+            state = pickle.dumps(self._loader.state_dict())  # type: ignore[attr-defined]
+        self._positions[step] = epoch, done, state, self._drawn
         if len(self._positions) > self._keep:
             self._positions.popitem(last=False)
 
@@ -386,8 +391,9 @@ def as_batch(
             f"{ids.batch_size} samples ({len(ids.offsets)} offsets for {len(features)} features); "
             "give dense [b, F], labels [b], ids of b samples"
         )
-    bad = ~((labels >= 0) & (labels <= 1))  # of such, and of NaN, log loss has no least value
-    if bad.any():
+    least, most = labels.aminmax() if b else (0, 1)
+    if not (least >= 0 and most <= 1):  # of others, and of NaN, log loss has no least value
+        bad = ~((labels >= 0) & (labels <= 1))
         sample = int(bad.to(torch.uint8).argmax())
         raise DataError(
             f"{where}: sample {sample} has the label {labels[sample].item():g}; {int(bad.sum())} "

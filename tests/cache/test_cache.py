@@ -118,6 +118,21 @@ def test_refusals_name_slot_and_row_and_change_nothing(cache: DeviceCache) -> No
     assert cache.dirty_slots().tolist() == [4]
 
 
+@pytest.mark.parametrize("validate", [False, True])
+def test_slots_that_plans_name_are_looked_at_by_the_loops_alone(validate: bool) -> None:
+    """Plans number slots by int32, of which no pass of its own asks whether they are inside."""
+    cache = DeviceCache(10, kind_of(0), "cpu", validate=validate)
+    fill(cache, ints(3, 4), ints(30, 40))
+    for bad in (-1, 10, (1 << 31) - 1):
+        slots, rows = ints(5, bad).int(), ints(50, 60)
+        for own in (0, 1):  # the other is of another home
+            with pytest.raises(PlanError, match=f"slot {bad} is outside \\[0, 10\\)"):
+                cache.fill(slots, rows[own : own + 1], *rows_of(rows, 0, 0), first=own)
+        with pytest.raises(PlanError, match=f"slot {bad} is outside \\[0, 10\\)"):
+            cache.evict(ints(3, bad).int(), ints(30, 60))
+        assert cache.slot_row.tolist() == [FREE] * 3 + [30, 40] + [FREE] * 5
+
+
 def test_memory_that_is_not_there_is_told_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DeviceCache(4, kind_of(2, torch.float32), "cpu")
     fill_bits = cache.weight.clone()
