@@ -51,6 +51,9 @@ _RANK = Path(__file__).with_name("against_rank.py")
 _AHEAD = 16
 """Batches that training may read ahead beyond those of L and P."""
 
+SEEN = ("training", "planning", "talking", "movement")
+"""Threads that are looked at, by `against_rank.role_of`."""
+
 _POLL_S = 1.0
 
 _POOLED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -84,7 +87,7 @@ class Job:
     def run(self, lead: int, steps: int, how: str = "run") -> list[Record]:
         """Train `lead + steps` steps; the meters of the last `steps`, by rank. `how`: `alone`:
         from there on no calls are counted any more; `seen`: nor there, and every millisecond or so
-        it is seen what training and movement are at."""
+        it is seen what the threads are at."""
         found = self._tell(how, lead, steps)
         self._threads = [rank["threads"] for rank in found]
         for rank, seen in zip(found, self._seen, strict=False):
@@ -101,21 +104,20 @@ class Job:
         self._seen = self._look() if words[0] == "seen" else []
         return [self._hear(rank) for rank in range(len(self._pipes))]
 
-    def _look(self) -> list[dict[str, tuple[int, int]]]:
-        """Look at training and movement of all ranks until these answer, or end; by rank, how often
-        each was seen at work of its own, and at any."""
+    def _look(self) -> list[dict[str, tuple[int, int, int]]]:
+        """Look at the threads of all ranks until these answer, or end; by rank, how often each was
+        seen at work of its own, with the interpreter then, and at any."""
         package = str(self._checkout / "distcache") + os.sep
         looks = [
-            {
-                role: Looks(child.pid, threads[role], package)
-                for role in ("training", "movement")
-                if role in threads
-            }
+            {role: Looks(child.pid, threads[role], package) for role in SEEN if role in threads}
             for child, threads in zip(self._children, self._threads, strict=True)
         ]
         every = [look for of_rank in looks for look in of_rank.values()]
         look_until(lambda: all(pipe.poll() for pipe in self._pipes), every)
-        return [{role: (each.own, each.all) for role, each in of_rank.items()} for of_rank in looks]
+        return [
+            {role: (each.own, each.held, each.all) for role, each in of_rank.items()}
+            for of_rank in looks
+        ]
 
     def _hear(self, rank: int) -> Any:
         """The next answer of a rank; ConfigError with its log where it has ended instead."""

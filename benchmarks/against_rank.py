@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import resource
+import struct
 import sys
 import threading
 import time
@@ -257,13 +258,15 @@ def role_of(thread: threading.Thread) -> str:
     return "movement" if "move" in thread.name else "other"
 
 
-_THREAD_ID = 152
-"""Where CPython 3.11 has a thread's `ident` in its state, in bytes."""
+_THREAD_ID, _RUNTIME = 152, 4096
+"""Where CPython 3.11 has a thread's `ident` in its state, and up to where its lock among what it
+has of all threads, in bytes."""
 
 
-def states() -> dict[str, tuple[int, int]]:
+def states() -> dict[str, tuple[int, int, int]]:
     """What `benchmarks.looks` asks of this process' threads, by role: a thread's number in the
-    system, and where the interpreter has its state: as CPython 3.11 has it, alone."""
+    system, and where the interpreter has its state, and its lock: as CPython 3.11 has them,
+    alone."""
     api, at = ctypes.pythonapi, {}
     main, head, following = (
         api.PyInterpreterState_Main,
@@ -277,7 +280,15 @@ def states() -> dict[str, tuple[int, int]]:
         at[ctypes.c_ulong.from_address(state + _THREAD_ID).value] = state
         state = following(ctypes.c_void_p(state))
     threads = [each for each in threading.enumerate() if each.ident in at]
-    return {role_of(each): (each.native_id or 0, at[each.ident or 0]) for each in threads}
+    lock = lock_of(at[threading.get_ident()])
+    return {role_of(each): (each.native_id or 0, at[each.ident or 0], lock) for each in threads}
+
+
+def lock_of(holder: int) -> int:
+    """Where the interpreter's lock lies, which the calling thread has, whose state is `holder`."""
+    start = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
+    about = struct.pack("<QQi", round(1e6 * sys.getswitchinterval()), holder, 1)
+    return start + ctypes.string_at(start, _RUNTIME).index(about)
 
 
 class OnlyPlans:

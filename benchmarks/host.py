@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.against import THIS, Job, checkouts, of_ranks, spec_of
+from benchmarks.against import SEEN, THIS, Job, checkouts, of_ranks, spec_of
 from benchmarks.against_rank import CALLS
 from benchmarks.looks import require_looks
 from benchmarks.options import option
@@ -46,12 +47,12 @@ from distcache.trainer.plan_cache import timed
 
 log = logging.getLogger("distcache.benchmarks.host")
 
-THREADS = ("training", "planning", "talking", "movement")
-"""Those of `against_rank.role_of`."""
-
-STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6))
+STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6), (1 / 256, 1.05))
 """What planners alone plan: a share of the batch, and Zipf's exponent, so that more or fewer ids of
-a step are distinct."""
+a step are distinct; and so few that they tell what a step takes without any."""
+
+MIXED = ("training", "movement")
+"""Threads of which some is not their own, but torch's, the package's kernels' and the model's."""
 
 ROOMS = (0, 2, 6)
 """Steps whose rows their slots are for; 0: every row has a slot of its own, and none moves."""
@@ -93,9 +94,10 @@ class HostOptions:
 WIDTHS, SHARES, WORLDS = (64, 128), (0.25, 1.0), (1, 2, 8)
 """Of predicted steps: widths, batches as shares of `batch`, ranks on one node."""
 
-WARM = 1 / 32
-"""Share of `batch` at which training's own work is measured for the model. What a GPU does is done
-by the thread's own core here, and sweeps its caches: the same calls take longer then."""
+WARM = 1 / 256
+"""Share of `batch` at which training's own work, and what all threads do in Python, are measured
+for the model. What a GPU does is done by the threads' own cores here, and sweeps their caches: the
+same calls take longer then."""
 
 _PLAN = ("device=h100", "host={bandwidth: 50e9}", "lookahead=16", "prefetch=1", "optim=sgd")
 """What they are of, beside that."""
@@ -227,7 +229,7 @@ def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> l
     return [
         {"kind": "thread", **about, "side": side, "thread": thread}
         | _thread(counted[side][0], seen[side][0], alone[side], thread)
-        for side, thread in product(paths, THREADS)
+        for side, thread in product(paths, SEEN)
         if about["ranks"] > 1 or thread != "talking"
     ]
 
@@ -236,15 +238,17 @@ def _thread(
     counted: Sequence[Record], seen: Sequence[Record], alone: Sequence[Any], thread: str
 ) -> Record:
     """Milliseconds of a thread's core, by turns, and its calls, a step and rank; and its own ones,
-    as the share of looks that saw it at work of its own, with the standard error of that."""
+    as the share of looks that saw it at work of its own, with the standard error of that, and those
+    of them with the interpreter."""
     core = spread([of_ranks(ranks, "cpu_ms").get(thread, 0.0) for ranks in alone])
     found: Record = {key: of_ranks(counted, key).get(thread, 0.0) for key in CALLS}
-    looks = [rank["seen"][thread] for rank in seen if rank.get("seen", {}).get(thread, (0, 0))[1]]
-    if looks:
-        own, every = np.maximum(np.sum(looks, axis=0), (0.5, 1)).tolist()  # more than nothing
-        share, error = own / every, math.sqrt(own) / every
-        found["own_ms"] = {"ms": core["median"] * share, "least": core["min"] * share}
-        found["own_ms"] |= {"error": core["median"] * error, "looks": every}
+    looks = [rank["seen"].get(thread, (0, 0, 0)) for rank in seen if "seen" in rank]
+    own, held, every = np.sum(looks, axis=0).tolist() if looks else (0, 0, 0)
+    counts = {"held_ms": held} | ({"own_ms": own} if thread in MIXED else {})
+    for key, count in counts.items() if every else ():
+        share, error = (of(max(count, 0.5)) / every for of in (float, math.sqrt))  # above nothing
+        found[key] = {"ms": core["median"] * share, "least": core["min"] * share}
+        found[key] |= {"error": core["median"] * error, "looks": every}
     return {"core_ms": core, **found}
 
 
@@ -258,11 +262,12 @@ def constants(
     """The planner's constants, with those that runs of this checkout give beside them; records of
     the planner's thread get what all predict of it.
 
-    Training's own work is that of `data` and the first optimizer with the fewest samples (`WARM`),
-    on one rank and on several. Of the other runs, movement's has a part for each row that the rank
-    names, to which comes `chunked_s`, and each that its home moves; the planner's are times what it
-    takes beside training, whose caches are colder. What exchanges take has a part for each number
-    that is told. Of turns the least counts, without what other load adds.
+    Training's own work, and what all threads do of theirs in Python, are those of `data` and the
+    first optimizer with the fewest samples (`WARM`), on one rank and on several. Of the other runs,
+    movement's has a part for each row that the rank names, to which comes `chunked_s`, and each
+    that its home moves; the planner's are times what it takes beside training, whose caches are
+    colder. What exchanges take has a part for each number that is told. Of turns the least counts,
+    without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
     data = [record for record in here if record["mode"] == "data"]
@@ -285,19 +290,30 @@ def constants(
         times = HostTimes(exchange_s=1.0), HostTimes(told_s=1.0)
         return [step(record, of).time.threads.talker for of in times]
 
-    trains = [record for record in data if record["thread"] == "training"]
-    least = min(record["batch"] for record in trains)
-    first = options.optimizers[0]
-    trains = [r for r in trains if (r["batch"], r["optimizer"]) == (least, first)]
+    least = min(record["batch"] for record in data)
+    known = {"batch": least, "optimizer": options.optimizers[0]}
+    warm = [record for record in data if record.items() >= known.items()]
     sized = [record for record in here if record["batch"] > least]
-    single = [own[id(record)] for record in trains if record["ranks"] == 1]
-    several = [own[id(record)] for record in trains if record["ranks"] > 1]
-    training_s = float(np.median(single or several))
-    summing_s = max(0.0, float(np.median(several or single)) - training_s)
+
+    def of_one(seconds: Callable[[Record], float]) -> tuple[float, float]:
+        """What a rank alone takes for a step, and how much more one of several."""
+        sums: dict[int, float] = defaultdict(float)
+        for record in warm:
+            sums[record["ranks"]] += seconds(record)
+        single = [of for ranks, of in sums.items() if ranks == 1]
+        several = [of for ranks, of in sums.items() if ranks > 1]
+        one = float(np.median(single or several))
+        return one, max(0.0, float(np.median(several or single)) - one)
+
+    training_s, summing_s = of_one(lambda r: own[id(r)] if r["thread"] == "training" else 0.0)
+    python_s, python_more_s = HOST.python_s, HOST.python_more_s
+    if any("held_ms" in record for record in warm):
+        python_s, python_more_s = of_one(lambda r: 1e-3 * r.get("held_ms", {"least": 0.0})["least"])
     moves = [record for record in sized if record["thread"] == "movement"]
     own_of_moves = fit([moved(r) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
     moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
+    moving |= {"python_s": python_s, "python_more_s": python_more_s}
     times = replace(times, training_s=training_s, summing_s=summing_s, **moving)
     plans = [record for record in here if record["thread"] == "planning"]
     planned = {id(record): step(record).time.threads.planner for record in plans}
@@ -367,6 +383,10 @@ def _ms(title: str, key: str) -> Column:
     return Column(title, lambda row: 1e3 * row[key], ".2f")
 
 
+def _share(own: Record) -> str:
+    return f"{own['ms']:.2f} ± {own['error']:.2f}"
+
+
 SECTIONS = (
     Section(
         "Threads",
@@ -374,7 +394,8 @@ SECTIONS = (
         "thread does. Its own: without what torch, the package's kernels and the model take: the "
         "share of looks at the thread, once in 0.7 ms that it has a core in another turn, that saw "
         "it at work of its own, and the standard error of that share; planning and talking are "
-        "their threads' own. What a GPU does is done by the thread's core here, which sweeps the "
+        "their threads' own. With the interpreter: of its own, as long as no other thread can run "
+        "Python. What a GPU does is done by the thread's core here, which sweeps the "
         "caches: the fewer samples, the less longer its own calls take for that. "
         "Calls of Python functions a step and rank, with those of the dense part, which a GPU "
         "replays: all, those of the package, and of NumPy's functions (ufuncs are none). As "
@@ -391,7 +412,8 @@ SECTIONS = (
             Column("checkout", "side"),
             Column("thread", "thread"),
             Column("on a core", "core_ms", _MS),
-            Column("its own", "own_ms", lambda own: f"{own['ms']:.2f} ± {own['error']:.2f}"),
+            Column("its own", "own_ms", _share),
+            Column("with the interpreter", "held_ms", _share),
             Column("as predicted", "predicted_ms", ".2f"),
             Column("calls", "calls", ",.0f"),
             Column("of the package", "package_calls", ",.0f"),
@@ -401,10 +423,12 @@ SECTIONS = (
     Section(
         "What the model takes from this",
         "`distcache.cost.cluster.HostTimes`: seconds, but for `serial`, the share of a planner's "
-        "work that one thread does alone, and `planner_threads`, which is given. The planner's are "
-        "fitted to nine streams and caches without training beside them (`time_planner` of "
+        "work but `planning_s` that one thread does alone, and `planner_threads`, which is given. "
+        "The planner's are "
+        "fitted to twelve streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
-        "it. `training_s` and `summing_s` (fewest samples), `moving_s`, `listed_s` and `moved_s` "
+        "it. `training_s`, `summing_s`, and `python_s` and `python_more_s`, which are of all "
+        "threads together (fewest samples), `moving_s`, `listed_s` and `moved_s` "
         "are from the table above, its least turns, and to `listed_s` comes what cutting a row's "
         "occurrences into chunks and packing these takes, as a device wants them; `exchange_s` and "
         "`told_s` are what an exchange takes of its thread's core, waiting for the other ranks "
@@ -418,10 +442,11 @@ SECTIONS = (
         "Milliseconds of a step of DLRM and SGD beside an H100 (NVLink 4, host link of 50 GB/s), "
         "as `distcache.plan` predicts it, which has not run on one: kernels reach 0.8 of the "
         "device's memory bandwidth and 0.67 of its float32 rate, both estimates. A step is as long "
-        "as what takes longest: the GPU with the collectives that it waits for, links, or one of "
-        "the host's threads. `fused tables`: lookups and updates in one kernel, whole tables on "
-        "ranks, without a planner; their Python and their sorts are left out. Goal: data / "
-        "resident <= 1.05, and no thread slower than the GPU (<= 1).",
+        "as what takes longest: the GPU with the collectives that it waits for, links, one of the "
+        "host's threads, or all of them in Python, which runs in one at a time. `fused tables`: "
+        "lookups and updates in one kernel, whole tables on ranks, without a planner; their Python "
+        "and their sorts are left out. Goal: data / resident <= 1.05, and no thread slower than "
+        "the GPU (<= 1); threads / GPU is of the slowest thread, or of what all do in Python.",
         "step",
         (
             Column("width", "width"),
@@ -434,9 +459,10 @@ SECTIONS = (
             _ms("planner", "planner"),
             _ms("talker", "talker"),
             _ms("mover", "mover"),
+            _ms("Python", "interpreter"),
             _ms("step", "step"),
             Column("binds", "binds"),
-            Column("slowest thread / GPU", "thread_to_gpu", ".2f"),
+            Column("threads / GPU", "thread_to_gpu", ".2f"),
             Column("/ resident", "to_resident", ".2f"),
             Column("/ fused", "to_fused", ".2f"),
         ),

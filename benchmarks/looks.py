@@ -69,6 +69,10 @@ _CODE, _PREVIOUS, _FRAME = 32, 48, 56  # of a frame, and how much of it is read
 _FILE, _NAME = 112, 128  # of a code object
 _LENGTH, _KIND, _ASCII, _WIDE = 16, 32, 48, 72  # of a string: its text follows
 
+_LOCK = struct.Struct("<QQi")
+"""Of the lock of the interpreter: microseconds that one waits for it, who has had it last, and
+whether that one has it."""
+
 _DEPTH, _CHARACTERS = 500, 4096
 """Calls of a stack, and characters of a name, beyond which what was read is none."""
 
@@ -111,17 +115,19 @@ class _Part(ctypes.Structure):
 
 class Looks:
     """Looks at one thread of a child process, all by one thread of this one; `own` of `all` saw it
-    at work of its own. `clock`: can be polled when the next is due."""
+    at work of its own, and `held` of these with the interpreter, which other threads wait for.
+    `clock`: can be polled when the next is due."""
 
-    def __init__(self, process: int, thread: tuple[int, int], package: str) -> None:
-        """`thread`: its number in the system, and where its state lies. Raises ConfigError where
-        the system allows no looks."""
-        self._process, (self._id, self._state), self._package = process, thread, package
+    def __init__(self, process: int, thread: tuple[int, int, int], package: str) -> None:
+        """`thread`: its number in the system, and where its state and the interpreter's lock lie.
+        Raises ConfigError where the system allows no looks."""
+        self._process, (self._id, self._state, self._lock) = process, thread
+        self._package = package
         self._task = Path(f"/proc/{process}/task/{self._id}")
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.ptrace.argtypes = [ctypes.c_long] * 4
         self._codes: dict[int, Frame] = {}
-        self.own = self.all = 0
+        self.own = self.all = self.held = 0
         self._samples: mmap.mmap | None = None
         if self._trace(_SEIZE) != 0:
             raise ConfigError(
@@ -142,13 +148,16 @@ class Looks:
             return
         try:
             stack = self._stack()
+            _, holder, locked = _LOCK.unpack(self._read(self._lock, _LOCK.size))
         except (OSError, ValueError):  # it was about to change
             return
         finally:
             self._trace(_CONTINUE)
         if stack and stack[0][1] != "wait" and (_MODEL, "__call__") not in stack:  # of `Pace`
+            own = is_own(stack, self._package)
             self.all += 1
-            self.own += is_own(stack, self._package)
+            self.own += own
+            self.held += own and bool(locked) and holder == self._state
 
     def pass_on(self) -> None:
         """Let a thread that a signal has stopped have that."""

@@ -418,12 +418,14 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     each table, and rows of `dim` elements. For this rank alone; takes some seconds.
 
     A planner's times are those of the table times one factor, by which its step takes longer here.
-    Own work of the training thread and of movement's, and what an exchange of planners takes, stay
-    those of the table.
+    Own work of the training thread and of movement's, what an exchange of planners takes, and what
+    all do in Python, stay those of the table.
     """
     source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
     counts, seconds, serial = time_planner(world, source)
     factor = seconds / sum(getattr(HOST, name) * count for name, count in counts.items())
+    planning_s = factor * HOST.planning_s
+    alone = max(0.0, serial * seconds - planning_s) / (seconds - planning_s)
     value = torch.zeros(1, device=world.device)
 
     def launch() -> None:
@@ -433,7 +435,7 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     return replace(
         HOST,
         **{name: factor * getattr(HOST, name) for name in PLANNER},
-        serial=serial,
+        serial=alone,
         planner_threads=planner_threads("auto", world),
         launch_s=timed(world, launch) / _CALLS,
         row_s=_row_seconds(world, dim),

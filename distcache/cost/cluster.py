@@ -77,11 +77,14 @@ class HostTimes:
     step, without the dense part's, and `summing_s`, more with several ranks. The planner:
     `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that ranks name to a home,
     `decided_s` of one that a home decides on, `fetched_s` of one that it fetches, `placed_s` of one
-    that a rank's plan has; `serial`: the share of all these that the planner's thread does alone,
-    `planner_threads`: k, which share the rest. The talker: `exchange_s` of an exchange of two
-    planners, `told_s` of a number that one tells, or hears. Movement: `moving_s` of a step,
-    `listed_s` of a distinct row that the rank names, `moved_s` of one that its home fetches or
-    writes back, `row_s` of one gathered or scattered. `name`: where the numbers come from.
+    that a rank's plan has; `serial`: the share of all these, but for `planning_s`, that the
+    planner's thread does alone, `planner_threads`: k, which share the rest. The talker:
+    `exchange_s` of an exchange of two planners, `told_s` of a number that one tells, or hears.
+    Movement: `moving_s` of a step, `listed_s` of a distinct row that the rank names, `moved_s` of
+    one that its home fetches or writes back, `row_s` of one gathered or scattered. All together:
+    `python_s` of a step in which one of them has Python's interpreter for its own work, and the
+    others wait if they want it, and `python_more_s`, more with several ranks. `name`: where the
+    numbers come from.
     """
 
     launch_s: float = 0.0
@@ -99,6 +102,8 @@ class HostTimes:
     listed_s: float = 0.0
     moved_s: float = 0.0
     row_s: float = 0.0
+    python_s: float = 0.0
+    python_more_s: float = 0.0
     serial: float = 1.0
     planner_threads: int = 1
     name: str = "given"
@@ -120,6 +125,8 @@ HOST = HostTimes(
     listed_s=2.97e-9,
     moved_s=1.81e-8,
     row_s=1.68e-8,
+    python_s=9.0e-4,
+    python_more_s=3.8e-4,
     serial=0.0857,
     planner_threads=6,
     name="measured on 2 shared cores of an AMD EPYC",

@@ -45,11 +45,12 @@ from distcache.layout import split_slots
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
 #
-# A step lasts as long as the longest of seven: its critical path (compute and the exchanges that
-# compute waits for), all that its network sends, all that its host link moves, and what each of the
+# A step lasts as long as the longest of eight: its critical path (compute and the exchanges that
+# compute waits for), all that its network sends, all that its host link moves, what each of the
 # threads of its host does, which work on steps ahead: one launches training's kernels, one plans,
-# one talks with the planners of other ranks, one moves. What hides is on the network and the host
-# link only: fills and rows that travel early, and all movement over the host link.
+# one talks with the planners of other ranks, one moves; and what all of these do in Python. What
+# hides is on the network and the host link only: fills and rows that travel early, and all movement
+# over the host link.
 
 HIDDEN_STAGES = ("fill", "early_rows")
 """Exchanges of rows that the coming steps need: beside compute."""
@@ -60,12 +61,14 @@ BACKWARD_SHARE = 2 / 3
 
 class HostSeconds(NamedTuple):
     """What the threads of a rank's host take for a step: training's, which launches its kernels,
-    the planner's, that which exchanges what planners tell one another, and movement's."""
+    the planner's, that which exchanges what planners tell one another, and movement's; and all of
+    them together with Python's interpreter, which one has at a time."""
 
     launch: float = 0.0
     planner: float = 0.0
     talker: float = 0.0
     mover: float = 0.0
+    interpreter: float = 0.0
 
 
 COMPUTE, LINK = "compute", "link"
@@ -202,10 +205,11 @@ def host_seconds(
     fetched = sum(own.fetched for own in found) / world
     moved = fetched + sum(own.written_back for own in found) / world
     decided = 0.0 if placement == RESIDENT else demand.world_rows / world
-    planner = threads.planning_s + threads.id_s * ids
+    planner = threads.id_s * ids
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * fetched
     planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
+    planner += threads.planning_s
     size, told = exchange_of(demand, cluster.nodes, parts)
     talker = threads.exchange_s * size + threads.told_s * told
     named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
@@ -215,7 +219,8 @@ def host_seconds(
     mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
     launches = threads.training_s + threads.summing_s * (world > 1)
     launches += threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    return HostSeconds(launches, planner, talker, mover), nbytes
+    interpreter = threads.python_s + threads.python_more_s * (world > 1)
+    return HostSeconds(launches, planner, talker, mover, interpreter), nbytes
 
 
 def exchange_of(demand: Demand, nodes: int, parts: Sequence[Part]) -> tuple[float, float]:
