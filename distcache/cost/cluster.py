@@ -111,32 +111,30 @@ class HostTimes:
 
 HOST = HostTimes(
     launch_s=7e-6,
-    training_s=2.8e-4,
-    summing_s=1.92e-4,
-    planning_s=5.85e-5,
-    id_s=1.31e-8,
-    named_s=1.98e-8,
-    decided_s=4.46e-9,
-    fetched_s=8.42e-8,
-    placed_s=5.42e-9,
-    exchange_s=3.15e-4,
-    told_s=1.07e-9,
-    moving_s=3.46e-4,
-    listed_s=2.97e-9,
-    moved_s=1.81e-8,
-    row_s=1.68e-8,
-    python_s=9.0e-4,
-    python_more_s=3.8e-4,
-    serial=0.0857,
+    training_s=2.31e-4,
+    summing_s=3.8e-5,
+    planning_s=2.91e-4,
+    id_s=1.26e-8,
+    named_s=1.97e-8,
+    decided_s=0.0,
+    fetched_s=1.1e-7,
+    placed_s=5.38e-9,
+    exchange_s=2.84e-4,
+    told_s=1.11e-9,
+    moving_s=3.07e-4,
+    listed_s=3.41e-9,
+    moved_s=2.34e-8,
+    row_s=1.08e-8,
+    python_s=8.59e-4,
+    python_more_s=2.02e-4,
+    serial=0.0898,
     planner_threads=6,
     name="measured on 2 shared cores of an AMD EPYC",
 )
 """By `python -m benchmarks.host` (docs/results/host.md), but for `launch_s`, an estimate of what a
 kernel's launch takes beside a GPU, and `planner_threads`, of which `trainer.planner_threads=auto`
 takes the rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is
-in none. Constants vary from run to run of one machine by a third, and single ones of a fit by more:
-these are of the reports at commits b1bf2d0b (the planner's, `row_s` and `serial`) and 3378a5ee (the
-others).
+in none. Constants vary from run to run of one machine by a third, and single ones of a fit by more.
 """
 
 
