@@ -34,7 +34,14 @@ from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import SIZES, compose_setting
 from benchmarks.turns import shown, spread, take_turns
 from distcache.cli.compose import read_line
-from distcache.cli.plan_run import PLANNER, Options, measure_host, parse_request, time_planner
+from distcache.cli.plan_run import (
+    PLANNER,
+    Options,
+    measure_host,
+    parse_request,
+    share_of_rest,
+    time_planner,
+)
 from distcache.comm.world import World
 from distcache.cost.cluster import HOST, Cluster, HostTimes
 from distcache.cost.demand import Demand
@@ -145,18 +152,23 @@ def predictions(options: HostOptions, rows: Sequence[int], times: HostTimes) -> 
 
 
 def planner_times(world: World, table_rows: Sequence[int], batch: int) -> dict[str, float]:
-    """`PLANNER`, fitted to a planner alone, in each room over each stream. Which share of a row's
-    time is its place in the plan stays that of the table."""
-    counts, seconds = [], []
+    """`PLANNER`, fitted to a planner alone, in each room over each stream, and `serial`, of the
+    first stream in the largest. Which share of a row's time is its place in the plan stays that of
+    the table."""
+    counts, seconds, serials = [], [], []
     for (share, zipf), room in product(STREAMS, ROOMS):
         samples = max(1, round(share * batch))
         source = SyntheticSource(SyntheticSpec(table_rows, zipf=zipf, global_batch_size=samples))
         turns = [time_planner(world, source, room) for _ in range(_TURNS)]
         counts.append([turns[0][0][name] for name in PLANNER[:-1]])
-        seconds.append(min(took for _, took, _ in turns))
+        took, serial = min(turn[1:] for turn in turns)
+        seconds.append(took)
+        serials.append(serial)
     times = dict(zip(PLANNER, fit(counts, seconds), strict=False))
     placed = times["named_s"] * HOST.placed_s / (HOST.named_s + HOST.placed_s)
-    return times | {"named_s": times["named_s"] - placed, "placed_s": placed}
+    largest = len(ROOMS) - 1
+    rest = share_of_rest(serials[largest], seconds[largest], times["planning_s"])
+    return times | {"named_s": times["named_s"] - placed, "placed_s": placed, "serial": rest}
 
 
 def chunk_seconds(world: World, table_rows: Sequence[int], batch: int) -> float:

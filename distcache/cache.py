@@ -274,6 +274,7 @@ class DeviceCache:
         A slot that was just evicted may be read until it is filled again.
         """
         at = self._slots(slots)
+        self._require(at)
         where, nbytes = self._to_device(at), len(at) * self.kind.nbytes
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         weight, state = self.kind.parts(memory)
@@ -376,8 +377,8 @@ class DeviceCache:
         return weight, state
 
     def _slots(self, slots: Index) -> np.ndarray:
-        """`slots` as NumPy, int32, which loops look at; PlanError for one that cannot be that, and
-        is outside [0, C)."""
+        """`slots` as NumPy, int32, of which loops, or `_require`, see whether they are inside;
+        PlanError for one that cannot be that."""
         at = slots.numpy() if isinstance(slots, Tensor) else slots
         if at.dtype != np.int32:
             self._require(at)

@@ -2,10 +2,10 @@
 
 Results go to arrays that the caller made; a loop allocates nothing, and other threads run
 meanwhile. All that a loop needs stands in its file, for its machine code is kept on disk until that
-file changes: beside it, or in the user's cache folder, or where $NUMBA_CACHE_DIR says. Compiling
-takes some seconds, once per installation, when a file of loops is imported and never while one
-plans; from then on the code is loaded in milliseconds. Where nothing can be kept, each process
-compiles for itself.
+file changes; but for what is below, which gets another name when it changes. It is kept beside it,
+or in the user's cache folder, or where $NUMBA_CACHE_DIR says. Compiling takes some seconds, once
+per installation, when a file of loops is imported and never while one plans; from then on the code
+is loaded in milliseconds. Where nothing can be kept, each process compiles for itself.
 """
 
 from __future__ import annotations

@@ -424,8 +424,7 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
     source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
     counts, seconds, serial = time_planner(world, source)
     factor = seconds / sum(getattr(HOST, name) * count for name, count in counts.items())
-    planning_s = factor * HOST.planning_s
-    alone = max(0.0, serial * seconds - planning_s) / (seconds - planning_s)
+    times = {name: factor * getattr(HOST, name) for name in PLANNER}
     value = torch.zeros(1, device=world.device)
 
     def launch() -> None:
@@ -434,13 +433,19 @@ def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) 
 
     return replace(
         HOST,
-        **{name: factor * getattr(HOST, name) for name in PLANNER},
-        serial=alone,
+        **times,
+        serial=share_of_rest(serial, seconds, times["planning_s"]),
         planner_threads=planner_threads("auto", world),
         launch_s=timed(world, launch) / _CALLS,
         row_s=_row_seconds(world, dim),
         name="measured",
     )
+
+
+def share_of_rest(serial: float, seconds: float, planning_s: float) -> float:
+    """`HostTimes.serial` of a planner that takes so many `seconds`, `planning_s` whatever it plans,
+    of which the share `serial` is not for several threads."""
+    return max(0.0, serial * seconds - planning_s) / (seconds - planning_s)
 
 
 def time_planner(

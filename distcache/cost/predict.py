@@ -134,7 +134,8 @@ def step_time(
 
     `cluster.overlap` is the share of what could hide that does: 1 where copies and collectives have
     engines of their own, 0 where they and the threads take the processor that computes. Training
-    launches nothing there: what it computes has its calls.
+    launches nothing there: what it computes has its calls, and nobody waits for the interpreter
+    who does not wait for that.
     """
     dense, sparse = compute
     exposed, hidden = 0.0, 0.0
@@ -148,8 +149,9 @@ def step_time(
         exposed += seconds - behind
     host_in = traffic.host_in + cluster.overlap * traffic.index_bytes
     host = max(cluster.host.seconds(host_in), cluster.host.seconds(traffic.host_out))
-    threads = threads._replace(launch=cluster.overlap * threads.launch)
-    alone = 1 - cluster.overlap
+    beside, alone = cluster.overlap, 1 - cluster.overlap
+    launch, interpreter = beside * threads.launch, beside * threads.interpreter
+    threads = threads._replace(launch=launch, interpreter=interpreter)
     path = {COMPUTE: dense + sparse, LINK: exposed + alone * host}
     path |= {name: alone * getattr(threads, name) for name in ("planner", "talker", "mover")}
     ends = {LINK: max(exposed + hidden, host), **threads._asdict()}

@@ -327,7 +327,9 @@ def check_ids(
     """
     offsets = _checked_offsets(ids)
     values = np.ascontiguousarray(ids.values.numpy(), np.int64)
-    rows = np.asarray(table_rows, dtype=np.int64)
+    rows = np.array(table_rows, dtype=np.int64)
+    if len(rows) != len(ids.features):
+        raise DataError(f"ids have {len(ids.features)} features for {len(rows)} tables")
     edges = np.zeros(len(rows) + 1, np.int64)  # of no sample
     if ids.batch_size:
         edges = np.ascontiguousarray(offsets[:: ids.batch_size])

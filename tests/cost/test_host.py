@@ -192,7 +192,10 @@ def test_a_cluster_keeps_its_threads(tmp_path) -> None:
 
 
 def test_the_table_has_every_time() -> None:
-    assert all(getattr(HOST, own.name) > 0 for own in fields(HostTimes) if own.name != "name")
+    fitted = {name: getattr(HOST, name) for name in host_times.PLANNER}
+    others = [own.name for own in fields(HostTimes) if own.name not in ("name", *fitted)]
+    assert all(getattr(HOST, name) > 0 for name in others)
+    assert min(fitted.values()) >= 0 and list(fitted.values()).count(0.0) < 2  # a fit may find one
     assert 0 < HOST.serial < 1
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -127,14 +128,20 @@ def lacks(of: Any, method: str, does: Callable = nothing) -> Callable[[], Any]:
 
 @contextmanager
 def unsettled() -> Iterator[None]:
-    """Exchanges of gradients do not wait for rows that move, whose issue is late on one rank."""
-    issue = Mover.issue
+    """On one rank exchanges of gradients do not wait for rows that move, which come after them."""
+    issue, settle, at_sums = Mover.issue, StepStream.settle, Event()
 
     def late(self: Mover, *given: Any) -> None:
-        time.sleep(0.02 * self._link.world.rank)
+        if self._link.world.rank:
+            at_sums.wait(0.2)  # of the first steps none comes before their rows
+            at_sums.clear()
+            time.sleep(0.02)
         issue(self, *given)
 
-    with patch.object(Mover, "issue", late), patch.object(StepStream, "settle", nothing):
+    def settled(self: StepStream) -> Any:
+        return at_sums.set() if self._world.rank else settle(self)
+
+    with patch.object(Mover, "issue", late), patch.object(StepStream, "settle", settled):
         yield
 
 
