@@ -273,6 +273,19 @@ def test_the_host_is_in_every_step_and_what_binds_is_told(tmp_path: Path, capsys
     assert seconds[1]["threads"]["launch"] > 1e-4 and seconds[1]["total"] > 2e-3
 
 
+@pytest.mark.parametrize("batch", [256, 65536])
+def test_where_python_binds_hybrid_is_said_to_be_flattered(tmp_path: Path, capsys, batch) -> None:
+    """Of few samples, at any number of ranks; what TorchRec does in Python is in no prediction."""
+    words = ("preset=criteo_kaggle", "width=64", f"batch={batch}", "world_size=2", "most_ranks=4")
+    records = run(tmp_path, *words, "planner_threads=16")
+    found = asked(records)
+    binds = {name: found[name]["seconds"]["binds"] for name in ("sharded", "table_wise")}
+    assert (binds["sharded"] == "interpreter") == (batch == 256)
+    assert binds["table_wise"] != "interpreter"
+    said = "Python binds cached rows at 1, 2, 4 rank(s)" in capsys.readouterr().out
+    assert said == (batch == 256)
+
+
 def test_rows_that_a_device_reads_itself_take_no_thread(tmp_path: Path) -> None:
     staged, direct = (
         asked(run(tmp_path, *TABLES, "world_size=2", "most_ranks=1", f"access={way}"))["sharded"]
