@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import pickle
@@ -22,7 +23,7 @@ import torch
 from checkpoints import Payload, Plain
 from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from toy_parallel import TABLES
 
 from distcache.comm.world import close_world, open_world
@@ -294,15 +295,61 @@ def test_a_manifest_of_another_making_is_refused(world, saved, fives):
             resumed(saved, world, fives)
 
 
+def plant(saved: Path, data: bytes) -> None:
+    """Put another list of values in place of a checkpoint's, with its checksum."""
+    found = Manifest.read(saved)
+    (saved / ".metadata").write_bytes(data)
+    (saved / "manifest.json").unlink()
+    own = {".metadata": [(len(data), zlib.crc32(data))]}
+    Manifest(found.header, found.files | own).write(saved)
+
+
+class ByGetattr(pickle.Pickler):
+    """Pickles what `owners` names as Python 3.11.2 does a member of an enum."""
+
+    def __init__(self, file: io.BytesIO, owners: dict[Any, tuple[Any, Any]] | None = None) -> None:
+        super().__init__(file)
+        self._owners = owners
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, _MEM_FORMAT_ENCODING):
+            return NotImplemented
+        return getattr, (self._owners or {value: (type(value), value.name)})[value]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (None, None),
+        ((_MEM_FORMAT_ENCODING, "mro"), "'mro' of <enum '_MEM_FORMAT_ENCODING'>"),
+        ((_MEM_FORMAT_ENCODING, "__class__"), "'__class__' of <enum"),
+        ((_MEM_FORMAT_ENCODING, 1), "1 of <enum"),
+        ((MetadataIndex, "__init__"), "'__init__' of <class"),
+    ],
+)
+def test_members_of_an_enum_are_read_however_python_pickles_them(
+    world, saved, fives, asked, said
+) -> None:
+    """By `getattr`, which is given nothing else."""
+    file, member = io.BytesIO(), _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    values = pickle.loads((saved / ".metadata").read_bytes())
+    ByGetattr(file, None if asked is None else {member: asked}).dump(values)
+    assert b"getattr" in file.getvalue()
+    plant(saved, file.getvalue())
+    if said is None:
+        resumed(saved, world, fives)
+        assert torch.equal(fives.values["rows"], torch.ones(3, 2))
+        return
+    with pytest.raises(DataError, match=f"asks for {re.escape(said)}"):
+        resumed(saved, world, fives)
+    assert torch.equal(fives.values["rows"], torch.full((3, 2), 5.0))
+
+
 @pytest.mark.parametrize("door", ["metadata", "value of format 2", "value"])
 def test_loading_executes_nothing(world, tmp_path, saved, fives, door):
     mark, name = tmp_path / "executed", ".metadata" if door == "metadata" else "__0_0.distcp"
     if door == "metadata":
-        found, planted = Manifest.read(saved), pickle.dumps(Payload(mark))
-        (saved / name).write_bytes(planted)
-        (saved / "manifest.json").unlink()
-        own = {name: [(len(planted), zlib.crc32(planted))]}
-        Manifest(found.header, found.files | own).write(saved)
+        plant(saved, pickle.dumps(Payload(mark)))
     else:
         shutil.rmtree(saved)
         planted = {"rows": torch.ones(3, 2), "n": Payload(mark)}
