@@ -58,7 +58,7 @@ STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6), (1 / 256, 1.05))
 """What planners alone plan: a share of the batch, and Zipf's exponent, so that more or fewer ids of
 a step are distinct; and so few that they tell what a step takes without any."""
 
-MIXED = ("training", "movement")
+PARTLY_OWN = ("training", "movement")
 """Threads of which some is not their own, but torch's, the package's kernels' and the model's."""
 
 ROOMS = (0, 2, 6)
@@ -256,7 +256,7 @@ def _thread(
     found: Record = {key: of_ranks(counted, key).get(thread, 0.0) for key in CALLS}
     looks = [rank["seen"].get(thread, (0, 0, 0)) for rank in seen if "seen" in rank]
     own, held, every = np.sum(looks, axis=0).tolist() if looks else (0, 0, 0)
-    counts = {"held_ms": held} | ({"own_ms": own} if thread in MIXED else {})
+    counts = {"held_ms": held} | ({"own_ms": own} if thread in PARTLY_OWN else {})
     for key, count in counts.items() if every else ():
         share, error = (of(max(count, 0.5)) / every for of in (float, math.sqrt))  # above nothing
         found[key] = {"ms": core["median"] * share, "least": core["min"] * share}

@@ -105,7 +105,7 @@ def time_table(point: Point) -> Table:
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
         **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launches"},
         **{"planner": "planner", "talker": "talker", "mover": "mover"},
-        **{"interpreter": "Python"},
+        **{"interpreter": "interpreter"},
     }
     return Table.of(
         f"Step time at {point.cluster.ranks} ranks",
@@ -113,7 +113,8 @@ def time_table(point: Point) -> Table:
         "compute waits for + what network, host link or a thread of the host take longer than "
         "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
         f"one launches, {point.cluster.threads.planner_threads} plan, one exchanges plans, one "
-        "moves, and what these do in Python, one at a time. What binds is as long as the step.",
+        "moves, and what these do in Python, whose interpreter one has at a time. What binds is "
+        "as long as the step.",
         [
             ("layout", label),
             *((title, partial(ms, name)) for name, title in titles.items()),

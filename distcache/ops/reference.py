@@ -187,7 +187,8 @@ def copy_rows(
 # Not torch: it splits even small copies over its pool of threads, which waits for cores that
 # training keeps busy (30 times longer for 6,600 rows of 64 bytes on two busy cores), and the pool
 # of a thread beside training is one more pool. Not NumPy, to which a row can be one item: it waits
-# for each to come from memory (25 % longer for rows of 64 bytes and more).
+# for each to come from memory (25 % longer for rows of 64 bytes and more; many rows of 4 bytes
+# it takes 15 % faster).
 
 _EARLY = 16
 """Rows ahead of the one that is copied that are on their way to the core's cache."""
@@ -224,7 +225,8 @@ def put_each(target: np.ndarray, rows: np.ndarray, values: np.ndarray) -> int:
 def take_rows(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """`out[i] = source[rows[i]]`: `source` `[V, D]`, `rows` int32 or int64 `[m]`, `out` `[m, D]`.
 
-    All contiguous. Raises PlanError for a row outside [0, V). Other threads run meanwhile.
+    All contiguous. Raises PlanError for a row outside [0, V), and for `out` of another shape or
+    dtype than the rows'. Other threads run meanwhile.
     """
     check_values(source, rows, out)
     rows = np.ascontiguousarray(rows)

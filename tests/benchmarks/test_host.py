@@ -66,7 +66,7 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
         assert record["numpy_calls"] > 0 or not some
         assert record["core_ms"]["median"] > 0 and record["core_ms"]["count"] == 2
         assert "own_ms" in record or record["thread"] != "training"  # which is always at work
-        assert record["thread"] in host.MIXED or "own_ms" not in record
+        assert record["thread"] in host.PARTLY_OWN or "own_ms" not in record
         for key in ("own_ms", "held_ms"):
             if own := record.get(key):
                 assert own["looks"] > 0
