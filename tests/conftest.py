@@ -18,11 +18,15 @@ if not torch.cuda.is_available():
     # Before anything imports Triton (TorchRec does): without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from ranks import share_all
+
 from distcache.comm.world import World, close_world, open_world
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 LONG = ("docs", "end_to_end", "trainer", "parallel", "pipeline", "embedding", "nodes")
 STARTED = time.monotonic()
+
+share_all()
 
 
 @pytest.fixture(scope="session")

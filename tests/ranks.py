@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from distcache.planner.threads import Threads
+
 _PORTS = 1500
 """Of each process that runs tests: those of others, and what the system hands out (from 32768 on),
 do not come between finding a port free and listening on it."""
@@ -34,6 +36,12 @@ _SAYING_S = 0.5
 """How long ranks that do not come to an end get to say where they are."""
 
 TESTS = Path(__file__).resolve().parent
+
+
+def share_all() -> None:
+    """Let threads that plan share steps of any size: those of tests are too small to be worth
+    it."""
+    Threads.least_s = 1e-12
 
 
 def forking() -> ForkServerContext:
@@ -89,6 +97,7 @@ def _child(
     set_variables(os.environ, here | {"OMP_NUM_THREADS": 1}, port, agent)
     mp.set_start_method(None, force=True)  # Python's own, not how this process was started
     torch.set_num_threads(1)
+    share_all()
     faulthandler.register(signal.SIGUSR1)  # says on stderr where its threads are
     try:
         pipe.send((function(rank, size, *args), 0.0))

@@ -78,13 +78,13 @@ class HostTimes:
     `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that ranks name to a home,
     `decided_s` of one that a home decides on, `fetched_s` of one that it fetches, `placed_s` of one
     that a rank's plan has; `serial`: the share of all these, but for `planning_s`, that the
-    planner's thread does alone, `planner_threads`: k, which share the rest. The talker:
-    `exchange_s` of an exchange of two planners, `told_s` of a number that one tells, or hears.
-    Movement: `moving_s` of a step, `listed_s` of a distinct row that the rank names, `moved_s` of
-    one that its home fetches or writes back, `row_s` of one gathered or scattered. All together:
-    `python_s` of a step in which one of them has Python's interpreter for its own work, and the
-    others wait if they want it, and `python_more_s`, more with several ranks. `name`: where the
-    numbers come from.
+    planner's thread does alone, `planner_threads`: k, which share the rest where it is long
+    enough (`planner.threads.LEAST_S`). The talker: `exchange_s` of an exchange of two planners,
+    `told_s` of a number that one tells, or hears. Movement: `moving_s` of a step, `listed_s` of a
+    distinct row that the rank names, `moved_s` of one that its home fetches or writes back, `row_s`
+    of one gathered or scattered. All together: `python_s` of a step in which one of them has
+    Python's interpreter for its own work, and the others wait if they want it, and
+    `python_more_s`, more with several ranks. `name`: where the numbers come from.
     """
 
     launch_s: float = 0.0

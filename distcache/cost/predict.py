@@ -41,6 +41,7 @@ from distcache.cost.traffic import (
 )
 from distcache.errors import ConfigError
 from distcache.layout import split_slots
+from distcache.planner.threads import LEAST_S
 
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
@@ -210,7 +211,10 @@ def host_seconds(
     planner = threads.id_s * ids
     planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
     planner += threads.decided_s * decided + threads.fetched_s * fetched
-    planner *= threads.serial + (1.0 - threads.serial) / threads.planner_threads  # Amdahl 1967
+    shared = (1.0 - threads.serial) * planner
+    # Amdahl 1967; threads share loops over ids and loops over rows, about as long.
+    at_work = max(1.0, min(threads.planner_threads, shared / (2 * LEAST_S)))
+    planner += shared / at_work - shared
     planner += threads.planning_s
     size, told = exchange_of(demand, cluster.nodes, parts)
     talker = threads.exchange_s * size + threads.told_s * told

@@ -34,6 +34,9 @@ Layout: TypeAlias = "RowLayout | HotRows"
 _AHEAD = 24
 """Steps, beside those of 2 P, that may be planned and never run: threads are no further ahead."""
 
+_ROW_S = 6e-8
+"""What the loops over a home's rows take for one of them, about, seconds on a core."""
+
 MOST_PARTS, LEAST = 16, 4096
 """Shelves, and parts, of a home at most; rows of a shelf, and slots of a part, at least, where
 there are several."""
@@ -322,11 +325,12 @@ class Planner:
 
     def _take_in(self, named: loops.Named, decide: bool) -> None:
         """The work of `ingest` in all parts."""
-        self._share(loops.ingest, named)
+        self._share(loops.ingest, len(named.rows), named)
 
-    def _share(self, loop: Callable[..., object], *what: tuple) -> None:
-        """`loop(home, first, last, *what)` for all parts, shared out among the threads."""
-        ranges = self.threads.ranges(self.parts.count)
+    def _share(self, loop: Callable[..., object], rows: int, *what: tuple) -> None:
+        """`loop(home, first, last, *what)` for all parts, shared out among the threads, which is
+        work on so many rows."""
+        ranges = self.threads.ranges(self.parts.count, _ROW_S * rows)
         self.threads.each(loop, [(self._home, *of, *what) for of in ranges])
 
     def _make_room(self, step: int, waiting: int) -> None:
@@ -454,7 +458,7 @@ class HomePlanner(Planner):
             self._decided = error
             super()._take_in(named, decide)
             return
-        self._share(loops.advance, named, due)
+        self._share(loops.advance, len(named.rows), named, due)
         try:
             self._decided = decided()
         except Exception as error:
@@ -478,7 +482,7 @@ class HomePlanner(Planner):
                 slots=self.slots,
             )
         due, decided = self._begin(self._window[-1].named.step)
-        self._share(loops.plan, due)
+        self._share(loops.plan, entry.rows, due)
         return decided()
 
     def _begin(self, newest: int) -> tuple[loops.Due, Callable[[], HomeDecision]]:

@@ -74,6 +74,9 @@ class HomePart:
 _ALIGNED = 128
 """Numbers at whose multiples the tensors of an arena begin: 512 bytes, as those of a device do."""
 
+_ID_S = 1e-8
+"""What both loops over ids take for one of them, about, seconds on a core."""
+
 _MOST_BITS = 63
 """Bits of what a hash table says of a row: its number, and its label."""
 
@@ -123,12 +126,13 @@ class RankPlanner:
     def _name(self, ids: np.ndarray, pieces: np.ndarray, labels: np.ndarray) -> Spans:
         """Find the distinct rows of the ids, and where these are at home, whole tables in each
         thread; the spans. Raises PlanError for an id that its table has not."""
-        spans, most = loops.cut_pieces(pieces, self._room.spans)
+        calls = self._threads.calls(self._threads.count, _ID_S * len(ids))
+        spans, most = loops.cut_pieces(pieces, self._room.spans[:calls])
         size = 1 << (2 * max(int(most), 1) - 1).bit_length()
         held = len(self._room.rows), self._room.direct.shape[1]
         if len(ids) > held[0] or size > held[1]:  # requests before this one still need theirs
             self._room = self._make_room(max(len(ids), held[0]), max(size, held[1]))
-            loops.cut_pieces(pieces, self._room.spans)
+            loops.cut_pieces(pieces, self._room.spans[:calls])
         room, found, begin = self._room, [], 0
         of = [(ids, pieces, span, self._homes, room, labels) for span in range(spans)]
         counts = self._threads.each(loops.name_span, of)

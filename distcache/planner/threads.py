@@ -13,6 +13,10 @@ from queue import SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
 
+LEAST_S = 2.5e-4
+"""Work that is worth a call of its own, seconds: to hand one to another thread takes some tenth of
+that, and as much of the interpreter's time, which the thread that trains wants too."""
+
 _LEAVING_S = 1.0
 """How long closing waits for a thread; one may be at something that does not come to an end."""
 
@@ -53,6 +57,9 @@ class Threads:
     long to begin.
     """
 
+    least_s = LEAST_S
+    """Shorter calls are not made for other threads."""
+
     def __init__(self, count: int = 1, name: str = "distcache-part") -> None:
         self.count = count
         queues = [SimpleQueue[Any]() for _ in range(count - 1)]
@@ -64,19 +71,26 @@ class Threads:
         """Those that are there for calls, until they are closed."""
         self._end = weakref.finalize(self, _end, self._threads, queues)  # where nobody closes them
 
-    def ranges(self, pieces: int) -> list[tuple[int, int]]:
-        """What each thread gets of so many pieces: from which on, up to which."""
-        ends = [pieces * n // self.count for n in range(self.count + 1)]
-        return [(first, last) for first, last in pairwise(ends) if first < last]
+    def calls(self, most: int, work_s: float) -> int:
+        """Into how many calls, `most` of them, to divide work of so many seconds: where there is
+        enough of it several for each thread, of which those that are done first make more."""
+        worth = min(most, int(work_s / self.least_s)) if self.count > 1 else 1
+        return max(1, worth - worth % self.count if worth > self.count else worth)
+
+    def ranges(self, pieces: int, work_s: float) -> list[tuple[int, int]]:
+        """What each call gets of so many pieces, see `calls`: from which on, up to which."""
+        calls = self.calls(pieces, work_s)
+        ends = [pieces * n // calls for n in range(calls + 1)]
+        return list(pairwise(ends))
 
     def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
         """What `call` returns for each of `arguments`, all at the same time."""
         if not self._others or len(arguments) < 2:
             return [call(*of) for of in arguments]
         shared, here = Shared(call, arguments), current_thread()
-        for thread, asked in self._others:
-            if thread is not here:
-                asked.put(shared)
+        others = [asked for thread, asked in self._others if thread is not here]
+        for asked in others[1 - len(arguments) :]:  # the first may be at what was begun
+            asked.put(shared)
         shared.work()
         return shared.results()
 

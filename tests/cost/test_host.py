@@ -64,9 +64,14 @@ def test_a_step_is_as_long_as_the_thread_that_binds(thread: str) -> None:
     assert time.dense + time.sparse + time.exposed + free.waiting == pytest.approx(free.total)
 
 
-def test_more_threads_plan_faster_until_something_else_binds() -> None:
-    """By Amdahl's law: what one thread does alone stays."""
+def test_more_threads_plan_faster_until_something_else_binds(monkeypatch) -> None:
+    """By Amdahl's law: what one thread does alone stays; where no thread has too little to do."""
     ids = sum(BAGS) * BATCH
+    few = HostTimes(id_s=6e-4 / ids, serial=0.0)
+    for k, at_work in ((1, 1), (2, 1.2), (16, 1.2)):
+        time = predicted(SHARDED, replace(few, planner_threads=k)).time
+        assert time.threads.planner == pytest.approx(6e-4 / at_work)
+    monkeypatch.setattr("distcache.cost.predict.LEAST_S", 1e-9)
     for serial in (0.0, 0.25):
         slow = HostTimes(id_s=1e-6, planning_s=1e-5, serial=serial)
         found = [predicted(SHARDED, replace(slow, planner_threads=k)).time for k in (1, 2, 16)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -72,6 +73,47 @@ def test_what_is_begun_is_made_beside_by_one_thread_in_order() -> None:
         slow = threads.begin(threading.Event().wait, 0.2)
         threads.settle()
         assert slow() is False
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "work", "calls"),
+    [
+        (1, 16, 90, 1),
+        (2, 16, 0.9, 1),  # not worth a word to another thread
+        (2, 16, 3, 2),
+        (2, 16, 7.5, 6),  # of which each makes as many, if all take as long
+        (2, 4, 90, 4),
+        (14, 16, 90, 14),
+        (14, 16, 5.5, 5),
+    ],
+)
+def test_work_is_divided_as_far_as_it_is_worth_it(monkeypatch, count, most, work, calls) -> None:
+    monkeypatch.setattr(Threads, "least_s", 0.01)
+    with several(count) as threads:
+        assert threads.calls(most, 0.01 * work) == calls
+        ranges = threads.ranges(most, 0.01 * work)
+    assert len(ranges) == calls and [ranges[0][0], ranges[-1][1]] == [0, most]
+    assert all(first < last for first, last in ranges)
+    assert [last for _, last in ranges[:-1]] == [first for first, _ in ranges[1:]]
+
+
+def test_no_more_threads_are_woken_than_there_are_calls() -> None:
+    woken, may = [], threading.Event()
+
+    def call(number: int) -> None:
+        woken.append(threading.get_ident())
+        assert may.wait(LIMIT_S)
+
+    with several(4) as threads:
+        reading = threads.begin(may.wait, LIMIT_S)  # the first of the others
+        each = threading.Thread(target=threads.each, args=(call, [(0,), (1,)]))
+        each.start()
+        while len(woken) < 2:  # by one that does not read
+            time.sleep(0.001)
+        may.set()
+        each.join(LIMIT_S)
+        assert reading() and len(set(woken)) == 2
+        assert all(asked.empty() for _, asked in threads._others)
 
 
 def test_threads_end_with_what_runs_them() -> None:
