@@ -142,7 +142,7 @@ import torch
 from benchmarks import against_rank
 from distcache import layout
 
-text = "def own():\\n    for _ in range(1000): pass\\ndef adds(): return many.add(1)"
+text = "def own():\\n    for _ in range(50_000): pass\\ndef adds(): return many.add(1)"
 names = {"many": torch.ones(100_000)}
 exec(compile(text, layout.__file__, "exec"), names)
 print(*against_rank.states()["training"], flush=True)
