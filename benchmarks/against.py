@@ -43,6 +43,7 @@ DOORS: dict[str, tuple[str, dict[str, Any]]] = {
     "sharded": ("data", {"cache.placement": "sharded", "cache.state": "replicated"}),
     "resident": ("resident", {}),
     "host": ("host", {}),
+    "hybrid": ("hybrid", {}),
 }
 """What `distcache.fit` is given for each mode: `parallel` and settings. Not `mixed` and `auto`, for
 which it would need statistics of what is drawn here."""

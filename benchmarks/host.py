@@ -58,7 +58,8 @@ STREAMS = ((1.0, 1.05), (0.25, 1.05), (0.25, 0.6), (1 / 256, 1.05))
 """What planners alone plan: a share of the batch, and Zipf's exponent, so that more or fewer ids of
 a step are distinct; and so few that they tell what a step takes without any."""
 
-PARTLY_OWN = ("training", "movement")
+TRAINING = "training"
+PARTLY_OWN = (TRAINING, "movement")
 """Threads of which some is not their own, but torch's, the package's kernels' and the model's."""
 
 ROOMS = (0, 2, 6)
@@ -213,6 +214,7 @@ def runs_of(options: HostOptions) -> list[Record]:
     every += [("resident", first, options.ranks[0], small)]
     warm = max(1, round(WARM * options.batch))
     every += [("data", *of, warm) for of in product(options.optimizers, options.ranks)]
+    every += [("hybrid", "sgd", ranks, warm) for ranks in options.ranks]
     return [dict(zip(names, run, strict=True)) for run in every]
 
 
@@ -241,9 +243,15 @@ def trained(options: HostOptions, spec: Record, about: Record, warmup: int) -> l
     return [
         {"kind": "thread", **about, "side": side, "thread": thread}
         | _thread(counted[side][0], seen[side][0], alone[side], thread)
-        for side, thread in product(paths, SEEN)
-        if about["ranks"] > 1 or thread != "talking"
+        for side, thread in product(paths, threads_of(about))
     ]
+
+
+def threads_of(about: Record) -> list[str]:
+    """Those that a run has: `hybrid` trains alone, and one rank talks to nobody."""
+    if about["mode"] == "hybrid":
+        return [TRAINING]
+    return [thread for thread in SEEN if about["ranks"] > 1 or thread != "talking"]
 
 
 def _thread(
@@ -282,6 +290,7 @@ def constants(
     without what other load adds.
     """
     here = [record for record in threads if record["side"] == THIS]
+    hybrid = [record for record in here if record["mode"] == "hybrid"]
     data = [record for record in here if record["mode"] == "data"]
     own = {
         id(record): 1e-3 * (record["own_ms"]["least"] if "own_ms" in record else
@@ -305,7 +314,7 @@ def constants(
     least = min(record["batch"] for record in data)
     known = {"batch": least, "optimizer": options.optimizers[0]}
     warm = [record for record in data if record.items() >= known.items()]
-    sized = [record for record in here if record["batch"] > least]
+    sized = [record for record in here if record["batch"] > least]  # of cached modes
 
     def of_one(seconds: Callable[[Record], float]) -> tuple[float, float]:
         """What a rank alone takes for a step, and how much more one of several."""
@@ -317,7 +326,7 @@ def constants(
         one = float(np.median(single or several))
         return one, max(0.0, float(np.median(several or single)) - one)
 
-    training_s, summing_s = of_one(lambda r: own[id(r)] if r["thread"] == "training" else 0.0)
+    training_s, summing_s = of_one(lambda r: own[id(r)] if r["thread"] == TRAINING else 0.0)
     python_s, python_more_s = HOST.python_s, HOST.python_more_s
     if any("held_ms" in record for record in warm):
         python_s, python_more_s = of_one(lambda r: 1e-3 * r.get("held_ms", {"least": 0.0})["least"])
@@ -326,6 +335,7 @@ def constants(
     moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
     moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
     moving |= {"python_s": python_s, "python_more_s": python_more_s}
+    moving["hybrid_s"] = float(np.median([own[id(record)] for record in hybrid]))
     times = replace(times, training_s=training_s, summing_s=summing_s, **moving)
     plans = [record for record in here if record["thread"] == "planning"]
     planned = {id(record): step(record).time.threads.planner for record in plans}
@@ -373,7 +383,8 @@ def steps_of(options: HostOptions, rows: Sequence[int], times: HostTimes) -> lis
                 ("data, zero_copy", REPLICATED, replace(times, row_s=0.0)),
                 ("data, staged", REPLICATED, times),
                 ("resident", RESIDENT, times),
-                ("fused tables", TABLE_WISE, times),
+                ("fused tables", TABLE_WISE, replace(times, hybrid_s=0.0)),
+                ("hybrid", TABLE_WISE, times),
             )
         }
         for who, time in found.items():
@@ -403,7 +414,8 @@ SECTIONS = (
     Section(
         "Threads",
         "Milliseconds a step and rank, median [quartiles] over the turns. On a core: all that the "
-        "thread does. Its own: without what torch, the package's kernels and the model take: the "
+        "thread does. Its own: without what torch, the package's kernels and the model take; of "
+        "`hybrid` TorchRec's is its own, too: the "
         "share of looks at the thread, once in 0.7 ms that it has a core in another turn, that saw "
         "it at work of its own, and the standard error of that share; planning and talking are "
         "their threads' own. With the interpreter: of its own, as long as no other thread can run "
@@ -440,7 +452,7 @@ SECTIONS = (
         "fitted to twelve streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
         "it. `training_s`, `summing_s`, and `python_s` and `python_more_s`, which are of all "
-        "threads together (fewest samples), `moving_s`, `listed_s` and `moved_s` "
+        "threads together (fewest samples), `hybrid_s`, `moving_s`, `listed_s` and `moved_s` "
         "are from the table above, its least turns, and to `listed_s` comes what cutting a row's "
         "occurrences into chunks and packing these takes, as a device wants them; `exchange_s` and "
         "`told_s` are what an exchange takes of its thread's core, waiting for the other ranks "
@@ -457,8 +469,10 @@ SECTIONS = (
         "as what takes longest: the GPU with the collectives that it waits for, links, one of the "
         "host's threads, or all of them in Python, which runs in one at a time. `fused tables`: "
         "lookups and updates in one kernel, whole tables on ranks, without a planner; their Python "
-        "and their sorts are left out. Goal: data / resident <= 1.05, and no thread slower than "
-        "the GPU (<= 1); threads / GPU is of the slowest thread, or of what all do in Python.",
+        "and their sorts are left out. `hybrid`: these as TorchRec trains them, with its "
+        "Python, but for what its pipeline adds beside a GPU. Goal: data / resident <= 1.05, and "
+        "no thread slower than the GPU (<= 1); threads / GPU is of the slowest thread, or of what "
+        "all do in Python.",
         "step",
         (
             Column("width", "width"),

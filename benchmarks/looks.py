@@ -37,12 +37,15 @@ REPLAYED = "_dense_pass"
 """The function of the package that a GPU replays from a graph, whatever that calls."""
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARIES = tuple(
+    str(Path(_TORCH).with_name(name)) + os.sep for name in ("torchrec", "fbgemm_gpu")
+)
 _MODEL = str(Path(__file__).with_name("against_rank.py"))
 
 
 def is_own(stack: list[Frame], package: str) -> bool:
     """Whether a thread is at work of its own, by its stack, the innermost call first; `package`:
-    the folder of its files, with a slash.
+    the folder of its files, with a slash. Mode `hybrid` works through `_LIBRARIES`.
 
     Not its own is what torch does, the package's kernels (`ops`, which a device does), the model,
     which is `against_rank.py`'s, and what is `REPLAYED`, but for the package's backward of lookups,
@@ -50,9 +53,10 @@ def is_own(stack: list[Frame], package: str) -> bool:
     a tensor's memory.
     """
     files = [file for file, _ in stack]
-    known = next((f for f in files if f.startswith((package, _TORCH)) or f == _MODEL), "")
+    mine = (package, *_LIBRARIES)
+    known = next((f for f in files if f.startswith((*mine, _TORCH)) or f == _MODEL), "")
     ops = package + "ops" + os.sep
-    if not known.startswith(package) or any(file.startswith(ops) for file in files):
+    if not known.startswith(mine) or any(file.startswith(ops) for file in files):
         return False
     for file, name in stack:
         if "autograd" in file:

@@ -368,17 +368,6 @@ def make_plan(request: Request) -> Plan:
             f"{short} of {len(request.sources)} tables: their distinct rows of all ranks are "
             "a lower bound there; count more samples"
         )
-    bound = {
-        str(point.cluster.ranks)
-        for point in (*points, here)
-        if "interpreter" in [prediction.time.binds for prediction in point.predictions]
-    }
-    if bound:
-        warnings.append(
-            f"what threads do in Python binds cached rows at {', '.join(sorted(bound, key=int))} "
-            "rank(s), and TorchRec's own Python is in no prediction: hybrid layouts look faster "
-            "there than they are; measure both (python -m distcache.compare modes=data,hybrid)"
-        )
     return Plan(request, here, points, warnings)
 
 

@@ -54,15 +54,19 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
     threads = of(records, "thread")
     sides = {"this", "other"} if "against" in given[-1] else {"this"}
     assert {record["side"] for record in threads} == sides
-    assert {record["thread"] for record in threads if record["ranks"] > 1} in (
+    hybrid = [record for record in threads if record["mode"] == "hybrid"]
+    assert {record["thread"] for record in hybrid} == {host.TRAINING}
+    cached = [record for record in threads if record not in hybrid]
+    assert {record["thread"] for record in cached if record["ranks"] > 1} in (
         set(),
         {*SEEN},
     )
-    assert {r["thread"] for r in threads if r["ranks"] == 1} == {*SEEN} - {"talking"}
+    assert {r["thread"] for r in cached if r["ranks"] == 1} == {*SEEN} - {"talking"}
     assert {record["batch"] for record in threads} == {64, 16, 1}
     for record in threads:
         assert 0 < record["package_calls"] < record["calls"]
         some = record["thread"] not in ("movement", "talking")  # nothing moves
+        some &= record["mode"] != "hybrid"
         assert record["numpy_calls"] > 0 or not some
         assert record["core_ms"]["median"] > 0 and record["core_ms"]["count"] == 2
         assert "own_ms" in record or record["thread"] != "training"  # which is always at work
@@ -78,7 +82,7 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
     assert min(values.values()) >= 0 < max(values[name] for name in host.PLANNER)
     steps = of(records, "step")
     shapes = product(host.WIDTHS, (16, 64), host.WORLDS)
-    shown = [(step["width"], step["batch"], step["ranks"]) for step in steps[::4]]
+    shown = [(step["width"], step["batch"], step["ranks"]) for step in steps[::5]]
     assert shown == list(shapes)
     for step in steps:
         parts = [step[of] for of in ("gpu", "link", "launch", "planner", "talker", "mover")]
@@ -88,7 +92,7 @@ def test_threads_are_measured_and_steps_predicted_from_them(tmp_path, monkeypatc
                 (step["width"], step["batch"], step["ranks"])]  # fmt: skip
         (resident,) = (s["step"] for s in same if s["who"] == "resident")
         assert step["to_resident"] == pytest.approx(step["step"] / resident)
-        fused = step["who"] == "fused tables"
+        fused = step["who"] in ("fused tables", "hybrid")
         assert (step["planner"] == 0) == (step["mover"] == 0) == fused
     assert not list(Path("/dev/shm").glob("*against*"))
 
@@ -101,7 +105,7 @@ def test_steps_are_predicted_from_the_table_alone(tmp_path):
     values = {record["key"]: record["value"] for record in of(records, "constant")}
     assert values.pop("planner_threads") == 14 and not of(records, "thread")
     assert all(value == getattr(HOST, key) for key, value in values.items())
-    assert len(of(records, "step")) == 4 * len(host.WIDTHS) * len(host.SHARES) * len(host.WORLDS)
+    assert len(of(records, "step")) == 5 * len(host.WIDTHS) * len(host.SHARES) * len(host.WORLDS)
 
 
 PACKAGE = Path(against_rank.distcache.__file__).parent
@@ -118,6 +122,8 @@ OWN = {
     ),
     "kernels": (False, (np.__file__, "f"), ("ops/reference.py", "put"), ("cache.py", "fill")),
     "torch, called by the package": (False, MODEL, ("cache.py", "gather")),
+    "TorchRec's": (True, (os.__file__, "f"), (f"{TORCH.parent}/torchrec/x.py", "f")),
+    "torch, called by TorchRec": (False, MODEL, (f"{TORCH.parent}/torchrec/x.py", "f")),
     "torch, in Python": (False, (f"{TORCH}/optim/sgd.py", "step"), ("optim.py", "masked_step")),
     "the library, called by torch": (False, (os.__file__, "f"), (f"{TORCH}/x.py", "f")),
     "the model": (False, MODEL, ("parallel/base.py", "predict")),

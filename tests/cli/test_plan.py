@@ -274,16 +274,15 @@ def test_the_host_is_in_every_step_and_what_binds_is_told(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("batch", [256, 65536])
-def test_where_python_binds_hybrid_is_said_to_be_flattered(tmp_path: Path, capsys, batch) -> None:
-    """Of few samples, at any number of ranks; what TorchRec does in Python is in no prediction."""
+def test_python_binds_steps_of_few_samples(tmp_path: Path, batch) -> None:
+    """That of all threads those of cached rows, TorchRec's own those of hybrid layouts."""
     words = ("preset=criteo_kaggle", "width=64", f"batch={batch}", "world_size=2", "most_ranks=4")
-    records = run(tmp_path, *words, "planner_threads=16")
-    found = asked(records)
+    found = asked(run(tmp_path, *words, "planner_threads=16"))
     binds = {name: found[name]["seconds"]["binds"] for name in ("sharded", "table_wise")}
     assert (binds["sharded"] == "interpreter") == (batch == 256)
-    assert binds["table_wise"] != "interpreter"
-    said = "Python binds cached rows at 1, 2, 4 rank(s)" in capsys.readouterr().out
-    assert said == (batch == 256)
+    assert (binds["table_wise"] == "launch") == (batch == 256)
+    threads = found["table_wise"]["seconds"]["threads"]
+    assert threads["launch"] > HOST.hybrid_s and not threads["interpreter"]
 
 
 def test_rows_that_a_device_reads_itself_take_no_thread(tmp_path: Path) -> None:

@@ -137,8 +137,11 @@ def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> 
         times = HostTimes(launch_s=1e-6, training_s=1e-3, summing_s=2e-3)
         own = 1e-3 + 2e-3 * (world > 1) + every * 1e-6
         assert predicted(REPLICATED, times, world).time.threads.launch == pytest.approx(own)
-    fused = predicted(TABLE_WISE, HOST).time.threads
+    fused, hybrid = (
+        predicted(TABLE_WISE, replace(HOST, hybrid_s=own)).time.threads for own in (0.0, 3e-3)
+    )
     assert fused.launch > 0 == fused.planner == fused.mover
+    assert hybrid.launch == pytest.approx(fused.launch + 3e-3)
 
 
 def test_resident_rows_need_no_decision_and_do_not_move() -> None:
