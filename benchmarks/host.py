@@ -316,27 +316,27 @@ def constants(
     warm = [record for record in data if record.items() >= known.items()]
     sized = [record for record in here if record["batch"] > least]  # of cached modes
 
-    def of_one(seconds: Callable[[Record], float]) -> tuple[float, float]:
+    def of_one(records: Sequence[Record], seconds: Callable[[Record], float]) -> list[float]:
         """What a rank alone takes for a step, and how much more one of several."""
         sums: dict[int, float] = defaultdict(float)
-        for record in warm:
+        for record in records:
             sums[record["ranks"]] += seconds(record)
         single = [of for ranks, of in sums.items() if ranks == 1]
         several = [of for ranks, of in sums.items() if ranks > 1]
         one = float(np.median(single or several))
-        return one, max(0.0, float(np.median(several or single)) - one)
+        return [one, max(0.0, float(np.median(several or single)) - one)]
 
-    training_s, summing_s = of_one(lambda r: own[id(r)] if r["thread"] == TRAINING else 0.0)
-    python_s, python_more_s = HOST.python_s, HOST.python_more_s
+    training = [record for record in warm if record["thread"] == TRAINING]
+    work = of_one(training, lambda r: own[id(r)]) + of_one(hybrid, lambda r: own[id(r)])
+    python = [HOST.python_s, HOST.python_more_s]
     if any("held_ms" in record for record in warm):
-        python_s, python_more_s = of_one(lambda r: 1e-3 * r.get("held_ms", {"least": 0.0})["least"])
+        python = of_one(warm, lambda r: 1e-3 * r.get("held_ms", {"least": 0.0})["least"])
     moves = [record for record in sized if record["thread"] == "movement"]
     own_of_moves = fit([moved(r) for r in moves], [own[id(r)] for r in moves])
     moving = dict(zip(("moving_s", "listed_s", "moved_s"), own_of_moves, strict=True))
     moving["listed_s"] += chunked_s  # on a CPU nothing is cut into chunks
-    moving |= {"python_s": python_s, "python_more_s": python_more_s}
-    moving["hybrid_s"] = float(np.median([own[id(record)] for record in hybrid]))
-    times = replace(times, training_s=training_s, summing_s=summing_s, **moving)
+    names = "training_s", "summing_s", "hybrid_s", "hybrid_more_s", "python_s", "python_more_s"
+    times = replace(times, **moving, **dict(zip(names, work + python, strict=True)))
     plans = [record for record in here if record["thread"] == "planning"]
     planned = {id(record): step(record).time.threads.planner for record in plans}
     alone = [r for r in plans if r["batch"] > least and r["ranks"] == 1] or plans
@@ -383,7 +383,7 @@ def steps_of(options: HostOptions, rows: Sequence[int], times: HostTimes) -> lis
                 ("data, zero_copy", REPLICATED, replace(times, row_s=0.0)),
                 ("data, staged", REPLICATED, times),
                 ("resident", RESIDENT, times),
-                ("fused tables", TABLE_WISE, replace(times, hybrid_s=0.0)),
+                ("fused tables", TABLE_WISE, replace(times, hybrid_s=0.0, hybrid_more_s=0.0)),
                 ("hybrid", TABLE_WISE, times),
             )
         }
@@ -451,9 +451,9 @@ SECTIONS = (
         "The planner's are "
         "fitted to twelve streams and caches without training beside them (`time_planner` of "
         "`distcache.cli.plan_run`), and times one factor that the planners above have beside "
-        "it. `training_s`, `summing_s`, and `python_s` and `python_more_s`, which are of all "
-        "threads together (fewest samples), `hybrid_s`, `moving_s`, `listed_s` and `moved_s` "
-        "are from the table above, its least turns, and to `listed_s` comes what cutting a row's "
+        "it. `training_s`, `summing_s`, `hybrid_s` and `hybrid_more_s`, and `python_s` and "
+        "`python_more_s`, which are of all threads together (all of the fewest samples), "
+        "`moving_s`, `listed_s` and `moved_s` are from the table above, its least turns, and to `listed_s` comes what cutting a row's "
         "occurrences into chunks and packing these takes, as a device wants them; `exchange_s` and "
         "`told_s` are what an exchange takes of its thread's core, waiting for the other ranks "
         "left out. "

@@ -157,7 +157,8 @@ class Looks:
             return
         finally:
             self._trace(_CONTINUE)
-        if stack and stack[0][1] != "wait" and (_MODEL, "__call__") not in stack:  # of `Pace`
+        waits = stack and stack[0][1] == "wait" and not stack[0][0].startswith(_LIBRARIES)
+        if stack and not waits and (_MODEL, "__call__") not in stack:  # of `Pace`
             own = is_own(stack, self._package)
             self.all += 1
             self.own += own

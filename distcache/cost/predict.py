@@ -409,7 +409,8 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     updates, each = demand.world_rows / world, cluster.compute
     sparse = busiest * (each.lookup_s * lookups + each.update_s * updates)
     launches = DENSE_LAUNCHES + launches_of(demand, FUSED_LAUNCHES)
-    threads = HostSeconds(cluster.threads.hybrid_s + cluster.threads.launch_s * launches)
+    own = cluster.threads.hybrid_s + cluster.threads.hybrid_more_s * (world > 1)
+    threads = HostSeconds(own + cluster.threads.launch_s * launches)
     time = step_time(traffic, cluster, (each.sample_s * demand.batch, sparse), threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)

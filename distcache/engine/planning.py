@@ -12,7 +12,6 @@ takes in those of the step before and decides the next; so these are told one ex
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import deque
@@ -106,21 +105,16 @@ def home_regions(
     return regions
 
 
-_IDS_OF_A_THREAD = 25_000
-"""Ids of a rank's step for which a thread more pays: some 0.5 ms of planning."""
-
-
-def planner_threads(given: int | str, world: World, ids: float = math.inf) -> int:
+def planner_threads(given: int | str, world: World) -> int:
     """Threads that plan on this rank: as `given`, or for `auto`, with a GPU, its share of the
-    cores, as many as a home has parts at most, and no more than its `ids` of a step are work for;
-    without one, 1, for training wants the cores.
+    cores, as many as a home has parts at most; without one, 1, for training wants the cores.
 
     Raises ConfigError for more threads than cores, which only wait for one another.
     """
     cores = len(os.sched_getaffinity(0))
     if given == "auto":
         share = cores // world.local_size if world.device.type == "cuda" else 1
-        return int(max(1, min(share, MOST_PARTS, ids // _IDS_OF_A_THREAD)))
+        return min(max(1, share), MOST_PARTS)
     if int(given) > cores:
         raise ConfigError(
             f"trainer.planner_threads={given} is more than the {cores} core(s) that this process "

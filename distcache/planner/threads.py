@@ -89,7 +89,9 @@ class Threads:
             return [call(*of) for of in arguments]
         shared, here = Shared(call, arguments), current_thread()
         others = [asked for thread, asked in self._others if thread is not here]
-        for asked in others[1 - len(arguments) :]:  # the first may be at what was begun
+        wanted = len(arguments) - 1
+        # The first may be at what was begun, and what it shares itself goes to those next to it.
+        for asked in others[-wanted:] if len(others) == len(self._others) else others[:wanted]:
             asked.put(shared)
         shared.work()
         return shared.results()

@@ -34,7 +34,6 @@ from distcache.planner.victims import Policy
 from distcache.trainer.checkpoint import file_world
 from distcache.trainer.plan_cache import (
     expected_rows,
-    ids_per_step,
     plan_cache,
     request_of,
     resolve_ahead,
@@ -246,11 +245,7 @@ def build_parallel(
         cuda_graph=replays(config),
         placement=placement,
         access=config.store.access,
-        planner_threads=planner_threads(
-            trainer.planner_threads,
-            world,
-            ids_per_step(source, tables, config.data.global_batch_size, world.size),
-        ),
+        planner_threads=planner_threads(trainer.planner_threads, world),
     )
     features, spec = tuple(source.features), optimizer_spec(config)
     mode = CachedParallel(world, tables, features, model, spec, settings, popularity)

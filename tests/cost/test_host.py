@@ -137,11 +137,13 @@ def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> 
         times = HostTimes(launch_s=1e-6, training_s=1e-3, summing_s=2e-3)
         own = 1e-3 + 2e-3 * (world > 1) + every * 1e-6
         assert predicted(REPLICATED, times, world).time.threads.launch == pytest.approx(own)
-    fused, hybrid = (
-        predicted(TABLE_WISE, replace(HOST, hybrid_s=own)).time.threads for own in (0.0, 3e-3)
-    )
-    assert fused.launch > 0 == fused.planner == fused.mover
-    assert hybrid.launch == pytest.approx(fused.launch + 3e-3)
+    for world in (1, 4):
+        none = replace(HOST, hybrid_s=0.0, hybrid_more_s=0.0)
+        every = none, replace(none, hybrid_s=3e-3), replace(none, hybrid_more_s=5e-3)
+        fused, *hybrid = (predicted(TABLE_WISE, of, world).time.threads for of in every)
+        assert fused.launch > 0 == fused.planner == fused.mover
+        own = [of.launch - fused.launch for of in hybrid]
+        assert own == pytest.approx([3e-3, 5e-3 * (world > 1)])
 
 
 def test_resident_rows_need_no_decision_and_do_not_move() -> None:

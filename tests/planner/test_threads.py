@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import pytest
 
@@ -97,23 +97,31 @@ def test_work_is_divided_as_far_as_it_is_worth_it(monkeypatch, count, most, work
     assert [last for _, last in ranges[:-1]] == [first for first, _ in ranges[1:]]
 
 
-def test_no_more_threads_are_woken_than_there_are_calls() -> None:
-    woken, may = [], threading.Event()
+@pytest.mark.parametrize(("reading", "calls", "woken"), [
+    (False, 2, [3]), (False, 3, [2, 3]), (False, 9, [1, 2, 3]),
+    (True, 2, [2]), (True, 3, [2, 3]), (True, 9, [2, 3]),
+])  # fmt: skip
+def test_no_more_threads_are_woken_than_there_are_calls(reading, calls, woken) -> None:
+    """And last the first of the others, which may be reading; of what that one shares, others than
+    those that the planner shares with."""
+    asked: list[int] = []
 
-    def call(number: int) -> None:
-        woken.append(threading.get_ident())
-        assert may.wait(LIMIT_S)
+    class Told(SimpleQueue):
+        """A queue that says whose it is when it is put to."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def put(self, shared: object) -> None:
+            asked.append(self.number)
 
     with several(4) as threads:
-        reading = threads.begin(may.wait, LIMIT_S)  # the first of the others
-        each = threading.Thread(target=threads.each, args=(call, [(0,), (1,)]))
-        each.start()
-        while len(woken) < 2:  # by one that does not read
-            time.sleep(0.001)
-        may.set()
-        each.join(LIMIT_S)
-        assert reading() and len(set(woken)) == 2
-        assert all(asked.empty() for _, asked in threads._others)
+        here = [threading.current_thread()] if reading else threads._threads[:1]
+        threads._others = list(
+            zip([*here, *threads._threads[1:]], map(Told, (1, 2, 3)), strict=True)
+        )
+        assert threads.each(abs, [(-n,) for n in range(calls)]) == list(range(calls))
+    assert asked == woken
 
 
 def test_threads_end_with_what_runs_them() -> None:
