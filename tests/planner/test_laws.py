@@ -94,7 +94,9 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
     starts = 60 * np.arange(5)
     pieces = np.stack((starts, starts + 60, layout.offsets[:-1], sizes, np.full(5, 60)))
 
-    def plans(count: int, decide: bool) -> Iterator[StepPlan]:
+    def plans(count: int, decide: bool, sharing: bool = True) -> Iterator[StepPlan]:
+        """`sharing`: all of each step; or more of one than of the next, as its size would have
+        it."""
         threads, parts = Threads(count), Parts(400, layout.local_rows, shelves, bits)
         homes = [HomePlanner(layout, home, 400, 1, parts=parts) for home in range(world)]
         ranks = [RankPlanner(layout, None, (parts, None), threads) for _ in range(world)]
@@ -102,6 +104,7 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
         for home in homes:
             home.threads = threads
         for step, by_rank in enumerate(ids):
+            threads.least_s = 1e-12 if sharing else (1e-12, 2e-6, 1.0)[step % 3]
             asked = [
                 rank.request(np.concatenate(own), pieces)
                 for rank, own in zip(ranks, by_rank, strict=True)
@@ -121,9 +124,8 @@ def test_plans_are_the_same_for_every_number_of_threads(shelves: int, bits: int)
                 yield ranks[rank].assemble(request, told, decided[rank], after)
         threads.close()
 
-    for one, *others in zip(
-        *(plans(*how) for how in ((1, False), (1, True), (2, False), (3, True))), strict=True
-    ):
+    every = (1, False), (1, True), (2, False), (3, True), (3, True, False)
+    for one, *others in zip(*(plans(*how) for how in every), strict=True):
         check_plan_fully(one, 800)
         own = decided(one)
         for other in others:

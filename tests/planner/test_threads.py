@@ -116,10 +116,9 @@ def test_no_more_threads_are_woken_than_there_are_calls(reading, calls, woken) -
             asked.append(self.number)
 
     with several(4) as threads:
-        here = [threading.current_thread()] if reading else threads._threads[:1]
-        threads._others = list(
-            zip([*here, *threads._threads[1:]], map(Told, (1, 2, 3)), strict=True)
-        )
+        first = threading.current_thread() if reading else threads._threads[0]
+        every, queues = [first, *threads._threads[1:]], map(Told, (1, 2, 3))
+        threads._others = list(zip(every, queues, strict=True))
         assert threads.each(abs, [(-n,) for n in range(calls)]) == list(range(calls))
     assert asked == woken
 
