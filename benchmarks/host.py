@@ -455,8 +455,8 @@ SECTIONS = (
         "`python_more_s`, which are of all threads together (all of the fewest samples), "
         "`moving_s`, `listed_s` and `moved_s` are from the table above, its least turns, and to "
         "`listed_s` comes what cutting a row's occurrences into chunks and packing these takes, as "
-        "a device wants them; `exchange_s` and `told_s` are what an exchange takes of its thread's core, waiting for the other ranks "
-        "left out. "
+        "a device wants them; `exchange_s` and `told_s` are what an exchange takes of its thread's "
+        "core, waiting for the other ranks left out. "
         "`row_s` is of a row gathered or scattered by one thread, `launch_s` an estimate.",
         "constant",
         (Column("constant", "key"), Column("value", "value", lambda v: f"{v:.3g}")),
