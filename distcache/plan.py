@@ -103,7 +103,7 @@ def time_table(point: Point) -> Table:
 
     titles = {
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
-        **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launches"},
+        **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launch"},
         **{"planner": "planner", "talker": "talker", "mover": "mover"},
         **{"interpreter": "interpreter"},
     }
