@@ -363,7 +363,7 @@ def as_beside_a_gpu() -> None:
             call.arguments["settings"] = dataclasses.replace(settings, result_delay=delay)
             make(*call.args, **call.kwargs)
 
-        streams.Streams.times = lambda _, step: step % every == 0
+        streams.Streams.is_timed = lambda _, step: step % every == 0
         mode.CachedParallel.__init__ = made
 
 

@@ -155,20 +155,20 @@ def _measure(
 def _fetch(way: Access, streams: Streams, rows: Tensor) -> None:
     """Bring rows to the device, and wait for them."""
     gathered = way.gather(rows)
-    with streams.on(COPY_IN):
+    with streams.use(COPY_IN):
         for values in gathered.read():
             if values is not None:
                 values.to(streams.device, non_blocking=True)
         gathered.release()
-        streams.wait(streams.mark(COPY_IN))
+        streams.synchronize(streams.record_event(COPY_IN))
 
 
 def _put(way: Access, streams: Streams, block: Tensor, rows: Tensor) -> None:
     """Bring rows to the store, and wait until they are there; `block`: their bytes."""
-    with streams.on(COPY_OUT):
+    with streams.use(COPY_OUT):
         way.put(rows, block)()
         for mark in way.marks() if isinstance(way, DirectRows) else ():
-            streams.wait(mark)
+            streams.synchronize(mark)
 
 
 def _section(title: str, note: str, part: str) -> Section:

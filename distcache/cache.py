@@ -15,7 +15,7 @@ from distcache.layout import RowKind
 from distcache.ops import put
 from distcache.ops.reference import as_numpy, check_rows, take_rows
 from distcache.store.memory import describe_bytes, require_memory
-from distcache.streams import Mark, Streams
+from distcache.streams import DeviceEvent, Streams
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StagingRing:
         """`kind`: of the rows."""
         self._row_bytes, self._streams = kind.nbytes, streams
         self._buffers = [self._make(0)] * count
-        self._busy = list[Mark]([None]) * count
+        self._busy = list[DeviceEvent]([None]) * count
         self._next = 0
 
     def take(self, rows: int) -> tuple[int, Tensor]:
@@ -67,12 +67,12 @@ class StagingRing:
         """
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        self._streams.wait(self._busy[number])
+        self._streams.synchronize(self._busy[number])
         if len(self._buffers[number]) < rows * self._row_bytes:
             self._buffers[number] = self._make(int(rows * 1.25))  # so that it seldom grows
         return number, self._buffers[number][: rows * self._row_bytes]
 
-    def release(self, number: int, mark: Mark) -> None:
+    def release(self, number: int, mark: DeviceEvent) -> None:
         """The buffer may be written again once `mark` is reached."""
         self._busy[number] = mark
 

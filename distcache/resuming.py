@@ -264,7 +264,7 @@ class _Loop:
         for path, collection in self._collections.items():
             found, tables = own[f"rows.{path}"], collection.tables
             tables.counts = [found["steps"][table.name] for table in tables.tables]
-            collection.optimizer.take_settings(found["groups"])
+            collection.optimizer.load_settings(found["groups"])
             if collection.reader.collisions is not None and "collisions" in found:
                 collection.reader.collisions.take_state(found["collisions"])
         for at, optimizer in enumerate(self._optimizers):

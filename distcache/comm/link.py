@@ -28,7 +28,7 @@ from distcache.comm.rendezvous import (
 )
 from distcache.comm.world import Nodes, World
 from distcache.errors import DistcacheError, PeerError
-from distcache.streams import Mark
+from distcache.streams import DeviceEvent
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
 
 log = logging.getLogger(__name__)
@@ -348,7 +348,7 @@ class Link:
         found = self.start_all_to_all(copies, mine, sizes, PLANNING, what)()
         return [pickle.loads(part.numpy().tobytes()) for part in found.split(sizes)]
 
-    def now(self) -> Mark:
+    def now(self) -> DeviceEvent:
         """A mark of all work on this thread's current CUDA stream. gloo's waits are the host's
         already."""
         if self._on_host:
@@ -357,7 +357,7 @@ class Link:
         mark.record()
         return mark
 
-    def settle(self, what: str, mark: Mark) -> None:
+    def settle(self, what: str, mark: DeviceEvent) -> None:
         """Wait on the host for `mark`.
 
         NCCL's waits only order streams, and a host that then reads a result would hang in the

@@ -21,7 +21,7 @@ from distcache.comm.link import agree_on, on_first, together
 from distcache.embedding.ids import IdReader, KeyedJaggedTensor, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
-from distcache.embedding.optimizer import RowOptimizer, chosen_update
+from distcache.embedding.optimizer import RowOptimizer, resolve_optimizer
 from distcache.embedding.settings import (
     CacheSettings,
     NoUpdate,
@@ -81,7 +81,7 @@ class CachedCollection(nn.Module):
         """What `__init__` does after nn.Module's; raises what the collections say of theirs."""
         name = type(self).__name__
         kind, given = (settings.pop(f"optimizer_{what}", None) for what in ("type", "kwargs"))
-        update, in_backward = chosen_update(optimizer, kind, given)
+        update, in_backward = resolve_optimizer(optimizer, kind, given)
         check_names(settings, name)
         if not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")

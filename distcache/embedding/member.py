@@ -23,7 +23,7 @@ from distcache.comm.rendezvous import meet
 from distcache.comm.world import current_world, require_group
 from distcache.embedding import step
 from distcache.embedding.ids import PlainTable
-from distcache.embedding.optimizer import in_backward, row_update
+from distcache.embedding.optimizer import convert_optimizer, read_in_backward_optimizer
 from distcache.embedding.settings import NoUpdate, Recipe
 from distcache.embedding.step import CollectionTables
 from distcache.embedding.weights import draw_weights
@@ -190,7 +190,7 @@ class Membership:
         """Take the optimizer that `apply_optimizer_in_backward` gave all weights, if it did; by all
         ranks, between two steps. Raises ConfigError where there is one already."""
         has_none = isinstance(self.recipe.update, NoUpdate)
-        found = in_backward(self.weights, partly=not has_none)
+        found = read_in_backward_optimizer(self.weights, allow_some=not has_none)
         if found is None or found == self._adopted:
             return
         if not has_none:
@@ -198,7 +198,7 @@ class Membership:
                 f"the weights of this {self.recipe.name} were given {found[0].__name__} in "
                 f"backward, but it was made with {self.recipe.update}: leave out one of them"
             )
-        update, parameters = row_update(*found), self.recipe.parameters
+        update, parameters = convert_optimizer(*found), self.recipe.parameters
         self._adopted = found
         self.recipe = replace(self.recipe, updates=[update], in_backward=True)
         parameters.take([update])

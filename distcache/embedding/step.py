@@ -31,8 +31,8 @@ from distcache.embedding.open_step import EarlierSteps, OpenStep
 from distcache.embedding.settings import Recipe, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
+from distcache.engine.pipeline import STOP_S
 from distcache.engine.planning import planner_threads
-from distcache.engine.queue import STOP_S
 from distcache.engine.step import APPLY, Flight, StageClock, record
 from distcache.engine.step_rows import choices_of
 from distcache.engine.tables import CachedTables, all_of
@@ -43,7 +43,7 @@ from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
 from distcache.store.memory import describe_bytes
 from distcache.store.rows import RowStore
-from distcache.streams import COMPUTE, Mark
+from distcache.streams import COMPUTE, DeviceEvent
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Epoch, Reader
@@ -98,7 +98,7 @@ class CollectionTables:
         self.earlier, self._host = EarlierSteps(self), host_link(world)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
-        self._judged: list[tuple[int, tuple[int, ...], Tensor, Mark]] = []
+        self._judged: list[tuple[int, tuple[int, ...], Tensor, DeviceEvent]] = []
         self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Reader] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
@@ -335,7 +335,7 @@ class CollectionTables:
         engine, flight, size = self.engine, step.flight, self.world.size
         self._check_frozen()
         self._end_left()
-        flight.after = engine.streams.mark(COMPUTE)
+        flight.after = engine.streams.record_event(COMPUTE)
         with engine.syncing(flight):
             sums = engine.start_sum(flight, gradients)()
             if size > 1 and self.settings.gradient_reduction == "mean":
@@ -350,7 +350,7 @@ class CollectionTables:
                     step.owners[at] = step.view.owners(at, sums, frozen)
             if step.view.guard is not None or self.settings.on_nonfinite != "off":
                 step.finite = step.view.all_finite(sums)
-        engine.streams.after(COMPUTE, (flight.after,))
+        engine.streams.wait_events(COMPUTE, (flight.after,))
         for leaf in step.leaves or []:
             leaf.grad = None  # the sums take its place
         step.view.take(sums, step.finite)
@@ -394,13 +394,13 @@ class CollectionTables:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
-            self._judged.append((flight.step, counted, there, streams.mark(COMPUTE)))
-        flight.after = streams.mark(COMPUTE)
+            self._judged.append((flight.step, counted, there, streams.record_event(COMPUTE)))
+        flight.after = streams.record_event(COMPUTE)
         with engine.whole:
             with engine.stage(APPLY, flight):
                 engine.apply(flight, step.view.sums(), choices, enabled)
             engine.return_rows(flight)
-            streams.after(COMPUTE, (flight.after,))
+            streams.wait_events(COMPUTE, (flight.after,))
         for table in counted:
             self.counts[table] += 1
         self.statistics.add(flight)

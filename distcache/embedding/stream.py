@@ -31,7 +31,7 @@ from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import LEAVING_S, CollectionTables
-from distcache.engine.queue import STOP_S, StepStream
+from distcache.engine.pipeline import STOP_S, StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError
@@ -244,7 +244,7 @@ class Reader(Generic[T]):
             self._error = None  # whose traceback holds this reader, and the loop
             stream, self.stream = self.stream, None
             if stream is not None:
-                stream.tell()
+                stream.request_stop()
             self._closed.set()
 
     def leave(self, leaving: list[Reader]) -> None:
@@ -255,19 +255,19 @@ class Reader(Generic[T]):
         this reader until it is known to have ended.
         """
         stream = self.stream
-        if stream is None or stream.ended:
+        if stream is None or stream.is_finished:
             self.close()
             return
         self._left = stream
         leaving.append(self)
         closing = threading.Thread(target=self.close, name="distcache-closing", daemon=True)
         closing.start()
-        if not stream.runs_here():  # the garbage collector runs in any thread
+        if not stream.is_worker_thread():  # the garbage collector runs in any thread
             closing.join(LEAVING_S)
 
     def has_ended(self, limit_s: float) -> bool:
         """Wait for the end that `leave` has begun; whether it has come, in order."""
-        if self._closed.wait(limit_s) and (self._left is None or self._left.ended):
+        if self._closed.wait(limit_s) and (self._left is None or self._left.is_finished):
             self._left = None  # which holds this reader, its batches
         return self._left is None
 
@@ -566,7 +566,7 @@ class Epoch(Generic[T]):
     def _plan(self, position: int) -> bool:
         """Wait until plan `position` is made; False if the batches end before."""
         source = self._source
-        if source.stream is not None and source.stream.stopping:  # it did not end in time
+        if source.stream is not None and source.stream.stop_requested:  # it did not end in time
             self.halt()
         if position in self._plans:
             return True

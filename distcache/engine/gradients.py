@@ -31,7 +31,7 @@ from distcache.errors import ConfigError, PlanError
 from distcache.ops.long_segments import SegmentChunks
 from distcache.ops.reference import by_sample
 from distcache.step_plan import Change, StepPlan
-from distcache.streams import Mark, Streams
+from distcache.streams import DeviceEvent, Streams
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of one all-reduce of the flat dense gradient."""
@@ -609,7 +609,7 @@ class Control(NamedTuple):
 
     said: Tensor
     enabled: Tensor
-    mark: Mark
+    mark: DeviceEvent
     link: Link
 
     def read(self) -> StepResult:
@@ -650,7 +650,7 @@ class ControlRing:
             on_host = self._ring[self._turn]
             self._turn = (self._turn + 1) % len(self._ring)
             on_host.copy_(said, non_blocking=True)
-            mark = self._streams.mark(self._stream)
+            mark = self._streams.record_event(self._stream)
             return Control(on_host, self._enabled, mark, self._link)
 
         return finish

@@ -65,7 +65,7 @@ class Staged:
             return self._kind.parts(buffer.to(self._device, non_blocking=True))
 
         def release() -> None:  # the buffer may be used again once the copy from it is through
-            self._arriving.release(number, self._streams.mark(COPY_IN))
+            self._arriving.release(number, self._streams.record_event(COPY_IN))
 
         return Gathered(read, release)
 
@@ -80,7 +80,7 @@ class Staged:
         self._leaving.release(number, sent)
 
         def land() -> None:
-            self._streams.wait(sent)
+            self._streams.synchronize(sent)
             self._store.scatter(rows, *self._kind.parts(buffer))
 
         return land
@@ -438,7 +438,7 @@ class Mover:
 
     def prepare(self, flight: Flight, lane: str, shake: Shake) -> None:
         """What may come before the step may move, once the step before it has landed."""
-        flight.timed = self._streams.times(flight.step)
+        flight.timed = self._streams.is_timed(flight.step)
         flight.counts = [MoveCounts() for _ in self._rows]
         self._run(self._ahead, flight, lane, shake)
 
@@ -467,7 +467,7 @@ class Mover:
         flight.leaving = []
 
     def _gather(self, flight: Flight) -> None:
-        with self._streams.on(COPY_IN):
+        with self._streams.use(COPY_IN):
             self._send(flight)
         flight.gathered = [
             rows.gather(plan, counts)

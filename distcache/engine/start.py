@@ -199,12 +199,12 @@ def warm_up(
     counts = MoveCounts()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            streams.after(COPY_IN, (streams.mark(COMPUTE),))
-            with streams.on(COPY_IN):
+            streams.wait_events(COPY_IN, (streams.record_event(COMPUTE),))
+            with streams.use(COPY_IN):
                 for of, own in zip(rows, hot, strict=True):
                     if own is not None:
                         _fill(of, own[own >= 0], share, link, counts)
-                streams.wait(streams.mark(COPY_IN))
+                streams.synchronize(streams.record_event(COPY_IN))
     except BaseException as error:  # the others wait for this rank's rows
         record_failure(world.store, world.rank, error)
         raise

@@ -27,7 +27,7 @@ does `load` and `plan_exchange`, beside the next `ingest` and `plan`, and ids ar
 earlier. An evaluation step has `forward` in place of what follows `share_late`. `share_*` are of
 sharded rows, `return_rows` is where homes alone keep the optimizer state.
 
-Two schedules. *Overlapped*: three threads as above (`engine.queue`), and two waits in training:
+Two schedules. *Overlapped*: three threads as above (`engine.pipeline`), and two waits in training:
 for the step's rows before anything reads them, and, before `sync` of several ranks, for the issue
 of all movement that was let go, since the ranks' fills use the group that `sync` uses and must lie
 before it on all of them; what the host does for it lies before (`gather`) and after (`scatter`).
@@ -48,13 +48,13 @@ from torch import Tensor
 from distcache.data.batch import Batch
 from distcache.planner.rank import Asked, RowRequest
 from distcache.step_plan import Indices, StepPlan
-from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, Mark, Streams
+from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, DeviceEvent, Streams
 
 if TYPE_CHECKING:
     from distcache.engine.gradients import DeviceBags
     from distcache.engine.groups import GroupBags
     from distcache.engine.movement import MoveCounts
-    from distcache.engine.queue import StepStream
+    from distcache.engine.pipeline import StepStream
     from distcache.store.rows import Gathered
 
 HOST = "host"
@@ -106,8 +106,8 @@ class DeviceSpan(NamedTuple):
 
     name: str
     lane: str
-    start: Mark
-    end: Mark
+    start: DeviceEvent
+    end: DeviceEvent
 
 
 @dataclass
@@ -165,12 +165,12 @@ class Flight:
     """What the door makes of the step."""
 
     # --- where on the device it is, and what took how long -----------------------------------
-    after: Mark = None
+    after: DeviceEvent = None
     """What the next stage's device work comes after."""
-    free: Mark = None
+    free: DeviceEvent = None
     """Where on the device the step before it ended."""
     timed: bool = True
-    """Whether its stages are timed (`Streams.times`)."""
+    """Whether its stages are timed (`Streams.is_timed`)."""
     marks: list[DeviceSpan] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
@@ -208,17 +208,17 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
         # Else work is done in program order, or by the host alone: there is nothing to mark.
         self._marks = streams.ordered and stream != HOST
         if self._marks:
-            streams.after(stream, (self._flight.after,))
-            self._on = streams.on(stream)
+            streams.wait_events(stream, (self._flight.after,))
+            self._on = streams.use(stream)
             self._on.__enter__()
-            self._start = streams.mark(stream, timed=True) if self._flight.timed else None
+            self._start = streams.record_event(stream, timed=True) if self._flight.timed else None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         name, flight, streams = self._stage.name, self._flight, self._streams
         end = None
         if self._marks:
             if error is None:
-                end = streams.mark(self._stage.stream, flight.timed)
+                end = streams.record_event(self._stage.stream, flight.timed)
             self._on.__exit__(kind, error, trace)
         if error is not None:
             if isinstance(error, Exception):
@@ -323,10 +323,10 @@ def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
     if flight.marks:
         times = {}
         for mark in flight.marks:
-            start, end = streams.seconds(mark.start), streams.seconds(mark.end)
+            start, end = streams.event_time(mark.start), streams.event_time(mark.end)
             times[mark.name] = Span(mark.name, mark.lane, flight.step, start or 0.0, end or 0.0)
         spans = [times.get(span.name, span) for span in spans]
-        free, filled = streams.seconds(flight.free), times.get(FILL.name)
+        free, filled = streams.event_time(flight.free), times.get(FILL.name)
         if free is not None and filled is not None:
             waits = [Span(WAIT, TRAINING_LANE, flight.step, free, max(free, filled.end))]
     clock.add(flight.step, flight.batch.kind, spans, waits)

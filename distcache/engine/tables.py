@@ -28,7 +28,7 @@ from distcache.engine.gradients import (
 )
 from distcache.engine.groups import TableSettings, make_groups
 from distcache.engine.movement import Mover, RowChoice, marked_ids
-from distcache.engine.queue import StepStream
+from distcache.engine.pipeline import StepStream
 from distcache.engine.start import make_planner, make_rows, warm_up
 from distcache.engine.step import (
     RETURN_ROWS,
@@ -182,7 +182,7 @@ class CachedTables:
                 "a step failed half-way, and this model cannot go on: make it anew, then load a "
                 "checkpoint"
             )
-        if self.stream is not None and not self.stream.has_ended():
+        if self.stream is not None and not self.stream.finish_if_exhausted():
             raise PlanError(
                 "another stream of this model is open, or a batch that it reads does not come: end "
                 "or close it first"
@@ -230,7 +230,7 @@ class CachedTables:
         inference mode), as all of a step but its forward and backward.
         """
         stream, streams, alone = flight.stream, self.streams, False
-        flight.free = streams.mark(COMPUTE, timed=True)
+        flight.free = streams.record_event(COMPUTE, timed=True)
         if stream is None or not self.overlapped:
             flight.after = flight.free
             self._mover.move(flight, TRAINING_LANE, self.shake)
@@ -240,16 +240,17 @@ class CachedTables:
             self._alone.discard(flight.batch.kind)
             # Where a step begins with an exchange, fills come before or after it on all ranks.
             if self.shares:
-                stream.settle()
+                stream.wait_until_issued()
             last = flight.step if self.shares or alone else None
             stream.release(self.last_step, flight.free, last)
-            stream.arrive(flight)
+            stream.wait_for_rows(flight)
         if self.shares:
-            streams.after(COMMUNICATION, (flight.free,))  # it sends rows that were just changed
+            # It sends rows that were just changed.
+            streams.wait_events(COMMUNICATION, (flight.free,))
             with self.stage(SHARE_LATE, flight):
                 self._share(flight)
             if stream is not None and not alone:
-                stream.release_rest()
+                stream.release_all()
         self.last_step = flight.step
         return self._leaves(flight)
 
@@ -264,8 +265,8 @@ class CachedTables:
         return self._leaves(flight)
 
     def _leaves(self, flight: Flight) -> list[Tensor]:
-        self.streams.after(COMPUTE, (flight.after,))
-        self.streams.hand_over(flight.made, COMPUTE)
+        self.streams.wait_events(COMPUTE, (flight.after,))
+        self.streams.record_stream(flight.made, COMPUTE)
         flight.made, flight.leaves = [], []
         for at, (rows, plan) in enumerate(zip(self.rows, flight.plans, strict=True)):
             own = flight.sharded[at] if flight.sharded else None
@@ -341,7 +342,7 @@ class CachedTables:
         order of the device group."""
         if flight.stream is not None and self.world.size > 1:
             began = time.perf_counter()
-            (flight.stream.settle() or flight).waited(began)
+            (flight.stream.wait_until_issued() or flight).waited(began)
 
     def start_sum(
         self, flight: Flight, gradients: Sequence[Tensor | None]
@@ -424,7 +425,7 @@ class CachedTables:
             for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
                 if rows.slots.replicated:
                     rows.return_rows(plan, self.link, where.slots)
-        self.streams.after(COMPUTE, (flight.after,))
+        self.streams.wait_events(COMPUTE, (flight.after,))
 
     def count(self, flight: Flight) -> None:
         """Count what moved for a step, and the bytes of its planning and moving."""
@@ -458,7 +459,7 @@ class CachedTables:
 
         with self.whole:
             if self.stream is not None:
-                self.stream.quiet()
+                self.stream.pause_movement()
         steps = together(self.world, whole_steps)
         if len(set(steps)) > 1:
             counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))

@@ -26,7 +26,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import MoveCounts, RowChoice
-from distcache.engine.queue import STOP_S
+from distcache.engine.pipeline import STOP_S
 from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.engine.whole import Snapshot
@@ -166,7 +166,7 @@ class CachedParallel(Parallel):
                         "eval_step once for each step, before the next is taken"
                     )
         except Exception:
-            tables.failed |= stream.alone
+            tables.failed |= stream.error_is_local
             raise
         finally:
             self._end()
@@ -342,7 +342,7 @@ class CachedParallel(Parallel):
             self._unread.popleft()
             record(self.clock, flight, self.streams)
             if flight.stream is not None:
-                flight.stream.forget(flight)
+                flight.stream.retire(flight)
 
     def eval_step(self, step: Step) -> Tensor:
         """See `Parallel.eval_step`."""

@@ -27,7 +27,7 @@ from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, P
 from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops.reference import as_numpy, check_rows, check_values, put_rows, take_rows
 from distcache.store.memory import describe_bytes, share_memory, tensor_in
-from distcache.streams import Mark
+from distcache.streams import DeviceEvent
 
 Rows = tuple[Tensor, Tensor | None]
 """Weights `[m, D]` and optimizer state `[m, S]`, or None where S = 0."""
@@ -290,7 +290,7 @@ class DirectRows:
         self._mark()
         return nothing
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[DeviceEvent]:
         """The last reads and writes, of each stream that they were on."""
         return list(self._events.values())
 

@@ -38,7 +38,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import distcache
 from distcache import CachedEmbeddingBagCollection, CachedEmbeddingCollection, lookahead, optim
-from distcache.embedding.optimizer import row_update
+from distcache.embedding.optimizer import convert_optimizer
 from distcache.errors import ConfigError, PeerError, PlanError
 
 GIVEN = {
@@ -257,12 +257,14 @@ def test_torchrecs_filter_tells_which_tables_have_an_optimizer() -> None:
 
 def test_names_and_defaults_are_theirs() -> None:
     fbgemm = {"learning_rate": 0.3, "beta1": 0.5, "eps": 1e-4}
-    assert row_update(torch.optim.Adam, fbgemm) == optim.Adam(0.3, (0.5, 0.999), 1e-4)
-    assert row_update(optimizers.Adagrad, {}) == optim.Adagrad(0.01, 1e-10)
-    assert row_update(torch.optim.SGD, {"foreach": True, "momentum": 0}) == optim.SGD(1e-3)
+    assert convert_optimizer(torch.optim.Adam, fbgemm) == optim.Adam(0.3, (0.5, 0.999), 1e-4)
+    assert convert_optimizer(optimizers.Adagrad, {}) == optim.Adagrad(0.01, 1e-10)
+    assert convert_optimizer(torch.optim.SGD, {"foreach": True, "momentum": 0}) == optim.SGD(1e-3)
     decays = {"lr": 0.1, "weight_decay": 0.5}
-    assert row_update(torch.optim.SGD, decays) == optim.SGD(0.1, weight_decay=0.5)
-    assert row_update(RowWiseAdagrad, {"lr": torch.tensor(0.5)}) == optim.RowWiseAdagrad(0.5, 1e-10)
+    assert convert_optimizer(torch.optim.SGD, decays) == optim.SGD(0.1, weight_decay=0.5)
+    assert convert_optimizer(RowWiseAdagrad, {"lr": torch.tensor(0.5)}) == optim.RowWiseAdagrad(
+        0.5, 1e-10
+    )
 
 
 # -----------------------------------------------------------------------------

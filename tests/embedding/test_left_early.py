@@ -23,8 +23,8 @@ def broken(monkeypatch, epoch):
     stream = epoch._source.stream
     monkeypatch.setattr(stream, "_world", type("", (), {"size": 2})())
     with stream._lock:
-        stream._moving, stream._broken = False, ValueError("no memory to pin")
-        stream._tell_all()
+        stream._is_moving, stream._failure = False, ValueError("no memory to pin")
+        stream._notify_all()
     return stream
 
 
@@ -46,7 +46,7 @@ def test_threads_end_when_moving_has_failed_and_nothing_follows(monkeypatch, how
         del stream
         gc.collect()
     monkeypatch.undo()
-    for thread in (pipeline._plans, pipeline._movement):
+    for thread in (pipeline._planner_thread, pipeline._movement_thread):
         thread.join(10)
         assert not thread.is_alive()
     if how == "leave":
@@ -120,9 +120,9 @@ def test_no_thread_computes_while_the_interpreter_goes_away(monkeypatch, error) 
     pipeline = stream._source.stream
     monkeypatch.setattr(ahead, "_running", {pipeline: ebc.tables.world})
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert pipeline._plans.is_alive() and pipeline._movement.is_alive()
+    assert pipeline._planner_thread.is_alive() and pipeline._movement_thread.is_alive()
     ahead._at_exit()
-    assert not pipeline._plans.is_alive() and not pipeline._movement.is_alive()
+    assert not pipeline._planner_thread.is_alive() and not pipeline._movement_thread.is_alive()
     stream.close()
     ebc.close()
 
@@ -134,9 +134,9 @@ def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     queue = stream._source.stream
     flight = stream._plans[0]
     flight.moved = False
-    queue.tell()
+    queue.request_stop()
     with pytest.raises(PlanError, match="stopped before step 0"):
-        queue.arrive(flight)
+        queue.wait_for_rows(flight)
     stream.close()
     ebc.close()
 

@@ -46,7 +46,7 @@ import distcache
 from distcache import lookahead
 from distcache.embedding import step as asking
 from distcache.embedding import stream as ahead
-from distcache.engine.queue import StepStream
+from distcache.engine.pipeline import StepStream
 from distcache.errors import (
     ConfigError,
     NonFiniteLossError,

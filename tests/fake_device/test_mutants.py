@@ -5,9 +5,9 @@ Each of `LAWS` is what the package does at one place. Left out, it changes the d
 some scheduler, and that of `resident` is kept with it under all. Not among them, as no run depends
 on them:
 
-* `Streams.hand_over`: what movement has made is held until its step ends, and what takes its memory
-  comes after that;
-* `Streams.after` of the moves of a step that nobody runs ahead of: one stream does it all.
+* `Streams.record_stream`: what movement has made is held until its step ends, and what takes its
+  memory comes after that;
+* `Streams.wait_events` of the moves of a step that nobody runs ahead of: one stream does it all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distcache.cache import StagingRing
 from distcache.comm.link import Link
 from distcache.engine.groups import Placement
 from distcache.engine.movement import Mover
-from distcache.engine.queue import StepStream
+from distcache.engine.pipeline import StepStream
 from distcache.parallel.cached import CachedSettings
 from distcache.store.rows import DirectRows
 from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, Streams
@@ -67,13 +67,13 @@ def nothing(*given: Any, **named: Any) -> None:
 @contextmanager
 def without_after(name: str) -> Iterator[None]:
     """Streams whose `after` does nothing for the stream of this name."""
-    after = Streams.after
+    after = Streams.wait_events
 
     def changed(self: Streams, of: str, marks: Any) -> None:
         if of != name:
             after(self, of, marks)
 
-    with patch.object(Streams, "after", changed):
+    with patch.object(Streams, "wait_events", changed):
         yield
 
 
@@ -94,7 +94,7 @@ def unmarked(of: type, method: str) -> Iterator[None]:
 
 def stream_of_the_collection(self: Streams, name: str) -> Any:
     """The stream of a name, whatever is current."""
-    return self._beside.get(name) or torch.cuda.default_stream()
+    return self._side_streams.get(name) or torch.cuda.default_stream()
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def lacks(of: Any, method: str, does: Callable = nothing) -> Callable[[], Any]:
 @contextmanager
 def unsettled() -> Iterator[None]:
     """On one rank exchanges of gradients do not wait for rows that move, which come after them."""
-    issue, settle, at_sums = Mover.issue, StepStream.settle, Event()
+    issue, settle, at_sums = Mover.issue, StepStream.wait_until_issued, Event()
 
     def late(self: Mover, *given: Any) -> None:
         if self._link.world.rank:
@@ -141,7 +141,7 @@ def unsettled() -> Iterator[None]:
     def settled(self: StepStream) -> Any:
         return at_sums.set() if self._world.rank else settle(self)
 
-    with patch.object(Mover, "issue", late), patch.object(StepStream, "settle", settled):
+    with patch.object(Mover, "issue", late), patch.object(StepStream, "wait_until_issued", settled):
         yield
 
 
@@ -154,7 +154,7 @@ LAWS = {
     "after: copy_in": Law(partial(without_after, COPY_IN), data()),
     "after: copy_out": Law(partial(without_after, COPY_OUT), data()),
     "what applied steps are marked by": Law(partial(unmarked, StepStream, "release"), data()),
-    "what leaves": Law(lacks(Streams, "wait"), data(), raced=False),
+    "what leaves": Law(lacks(Streams, "synchronize"), data(), raced=False),
     "staging buffers": Law(
         partial(unmarked, StagingRing, "release"), data(3, slots=300), raced=False
     ),

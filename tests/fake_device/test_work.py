@@ -29,7 +29,7 @@ from distcache.comm.world import close_world, open_world
 from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
 from distcache.engine.movement import Mover
-from distcache.engine.queue import SWITCH_S
+from distcache.engine.pipeline import SWITCH_S
 from distcache.engine.step import Flight
 from distcache.layout import RowKind
 from distcache.optim import (

@@ -53,7 +53,7 @@ def measure(rank: int, size: int) -> list[tuple]:
 
         def counted(flight: Flight, mode=mode, most=most, count=count) -> None:
             seen = held(flight)
-            for ahead in list(mode.tables.stream._known):
+            for ahead in list(mode.tables.stream._planned):
                 seen |= held(ahead) if ahead.moved else {}
             most.append(sum(seen.values()))
             count(flight)

@@ -45,22 +45,22 @@ class Clocks(Streams):
         self.lock, self.here = threading.Lock(), threading.local()
 
     @contextmanager
-    def on(self, name):
+    def use(self, name):
         self.here.name = name
         yield
 
-    def mark(self, name, timed=False):
+    def record_event(self, name, timed=False):
         with self.lock:
             self.clocks[name][name] += 1
             return Clock(self.clocks[name])
 
-    def after(self, name, marks):
+    def wait_events(self, name, marks):
         with self.lock:
             for mark in marks:
                 for other, count in (mark or {}).items():
                     self.clocks[name][other] = max(self.clocks[name][other], count)
 
-    def seconds(self, mark):
+    def event_time(self, mark):
         return 0.0
 
 

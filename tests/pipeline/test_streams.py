@@ -33,8 +33,8 @@ from torch import Tensor
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
 from distcache.engine.exchange import Part, Status, Told
+from distcache.engine.pipeline import SWITCH_S, quick_switches
 from distcache.engine.planning import Talk
-from distcache.engine.queue import SWITCH_S, quick_switches
 from distcache.errors import PeerError
 from distcache.parallel import cached as cached_modes
 from distcache.parallel.cached import CachedSettings
