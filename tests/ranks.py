@@ -64,6 +64,15 @@ def forking() -> ForkServerContext:
     return context
 
 
+def starting() -> BaseContext:
+    """Return the context that starts ranks: processes are forked where there is no GPU.
+
+    On a machine with a GPU they are spawned. Importing TorchRec counts the devices, and torch then
+    refuses to open CUDA in a process that is forked from the one that counted.
+    """
+    return mp.get_context("spawn") if torch.cuda.is_available() else forking()
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     first = 20000 + _PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
@@ -130,7 +139,7 @@ class Job:
         agent: bool = True,
         context: BaseContext | None = None,
     ) -> None:
-        context = context or forking()
+        context = context or starting()
         self._store = agent_store() if agent else None
         port = self._store.port if self._store else free_port()
         self._pipes, self._children = {}, []

@@ -100,7 +100,8 @@ def own_waits(asked: bool) -> Iterator[list[str]]:
     here = threading.get_ident()
 
     def shown(message: Warning | str, *about: object) -> None:
-        if threading.get_ident() == here and "synchroniz" in str(message).lower():
+        # Turning the mode on warns too, that it is a prototype.
+        if threading.get_ident() == here and "synchronizing CUDA operation" in str(message):
             seen.append(str(message))
 
     with warnings.catch_warnings():
