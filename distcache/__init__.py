@@ -59,6 +59,12 @@ _MODULES = {
 launched = os.getpid(), os.getppid()
 """This process and who started it, as they were before torch is imported, which takes seconds."""
 
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    # GNU OpenMP, which torch brings, reads this once, when torch is imported. By default its
+    # threads spin for milliseconds between two operations, on cores that the planner, the mover
+    # and other processes need. Some microseconds bridge short pauses as well.
+    os.environ["GOMP_SPINCOUNT"] = "2000"
+
 if sys.argv[:1] == ["-m"]:
     # `python -m distcache.train` is about to import torch, for seconds: a Ctrl-C meanwhile ends the
     # process as it ends any program, without a traceback. `main` takes it over.

@@ -269,10 +269,10 @@ class TrainerConfig:
     """Level of the `distcache` logger."""
     threads: Any = ruled("auto", counted=1)
     """Threads of a rank's torch operations; `auto`: OMP_NUM_THREADS if set (not by torchrun, to 1),
-    else the rank's share of the cores."""
+    else 1 with GPUs and the rank's share of the cores without."""
     planner_threads: Any = ruled("auto", counted=1)
     """Threads of a rank that plan steps, whose plans are the same for any number; `auto`: with GPUs
-    the rank's share of the cores, at most 16, else 1."""
+    the rank's share of the cores, at most 8, else 1."""
     timeout_s: float = 300.0
     """Seconds that a wait on other ranks may last."""
     resume: str = "auto"

@@ -31,7 +31,7 @@ from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError
-from distcache.planner.home import MOST_PARTS, HomePlanner, Parts, Planner
+from distcache.planner.home import HomePlanner, Parts, Planner
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.shard import ShardParts, nothing
 from distcache.planner.threads import ALONE, Threads
@@ -49,6 +49,9 @@ Share = Callable[[Link, Batch | None], Batch | None]
 
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
+
+MOST_THREADS = 8
+"""Planner threads of `auto`. On a machine with 16 cores and an H100, 8 planned as fast as 16."""
 
 _MOST = 2**31 - 1
 """Slots and the rows of a home are int32 in the index and on the wire."""
@@ -106,15 +109,15 @@ def home_regions(
 
 
 def planner_threads(given: int | str, world: World) -> int:
-    """Threads that plan on this rank: as `given`, or for `auto`, with a GPU, its share of the
-    cores, as many as a home has parts at most; without one, 1, for training wants the cores.
+    """Return the number of threads that plan on this rank: `given`, or a choice for `auto`.
 
-    Raises ConfigError for more threads than cores, which only wait for one another.
+    `auto`: with a GPU the rank's share of the cores, at most `MOST_THREADS`; without one, 1,
+    because training needs the cores. Raises ConfigError for more threads than cores.
     """
     cores = len(os.sched_getaffinity(0))
     if given == "auto":
         share = cores // world.local_size if world.device.type == "cuda" else 1
-        return min(max(1, share), MOST_PARTS)
+        return min(max(1, share), MOST_THREADS)
     if int(given) > cores:
         raise ConfigError(
             f"trainer.planner_threads={given} is more than the {cores} core(s) that this process "

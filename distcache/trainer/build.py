@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 
 
 def compute_threads(config: Config, world: World) -> int:
-    """Threads of one torch operation on this rank, `trainer.threads` or, for `auto`, its choice.
+    """Return the threads of one torch operation on this rank: `trainer.threads`, or a choice.
 
-    `auto`: $OMP_NUM_THREADS where it is set, unless to 1 for several local ranks, as torchrun does
-    by itself; else the rank's share of the cores that the job may use. The planner and the movement
-    of rows take one thread each beside these, and are at work for a small part of a step.
-    Raises ConfigError for more threads than cores, which only wait for one another.
+    `auto`: $OMP_NUM_THREADS if it is set, unless to 1 for several local ranks, as torchrun does by
+    itself. Otherwise 1 with a GPU, where torch's operations on the host are short and the planner
+    and the mover need the cores; without one, the rank's share of the cores of the job.
+    Raises ConfigError for more threads than cores, because these would wait for one another.
     """
     given, cores = config.trainer.threads, len(os.sched_getaffinity(0))
     if given != "auto":
@@ -66,6 +66,8 @@ def compute_threads(config: Config, world: World) -> int:
     outside = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if outside.isdigit() and (int(outside) > 1 or world.local_size == 1):
         return int(outside)
+    if world.device.type == "cuda":
+        return 1
     return max(1, cores // world.local_size)
 
 

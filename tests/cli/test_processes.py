@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -30,6 +31,31 @@ def test_commands():
     many = train_command(4, ["a=1"])
     assert many[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert "--nproc-per-node=4" in many and many[-3:] == ["-m", "distcache.train", "a=1"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "2000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "passive"}, {"OMP_WAIT_POLICY": "passive"}),
+    ],
+)
+def test_idle_threads_of_torch_spin_briefly_unless_the_user_says_otherwise(variables, expected):
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    program = (
+        "import json, os, sys, distcache; assert 'torch' not in sys.modules; import torch;"
+        f"print(json.dumps({{n: os.environ[n] for n in {names} if n in os.environ}}))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert json.loads(run.stdout) == expected, run.stderr
 
 
 def test_a_job_is_no_rank_of_its_parent(monkeypatch):

@@ -93,27 +93,30 @@ def test_optimizer_and_rates():
 
 
 @pytest.mark.parametrize(
-    ("given", "outside", "local_size", "expected"),
+    ("setting", "variable", "local_size", "device", "expected"),
     [
-        ("auto", None, 1, 8),
-        ("auto", None, 2, 4),
-        ("auto", None, 16, 1),
-        ("auto", "1", 2, 4),  # torchrun's own
-        ("auto", "1", 1, 1),  # somebody's
-        ("auto", "3", 2, 3),
-        ("auto", "3,1", 1, 3),
-        ("auto", "many", 4, 2),
-        (5, "3", 2, 5),
-        (1, None, 1, 1),
-        (9, None, 1, None),
+        ("auto", None, 1, "cpu", 8),
+        ("auto", None, 2, "cpu", 4),
+        ("auto", None, 16, "cpu", 1),
+        ("auto", "1", 2, "cpu", 4),  # set by torchrun
+        ("auto", "1", 1, "cpu", 1),  # set by the user
+        ("auto", "3", 2, "cpu", 3),
+        ("auto", "3,1", 1, "cpu", 3),
+        ("auto", "many", 4, "cpu", 2),
+        ("auto", None, 1, "cuda", 1),
+        ("auto", "3", 1, "cuda", 3),
+        (5, "3", 2, "cuda", 5),
+        (1, None, 1, "cpu", 1),
+        (9, None, 1, "cpu", None),
     ],
 )
-def test_threads(monkeypatch, given, outside, local_size, expected) -> None:
+def test_threads(monkeypatch, setting, variable, local_size, device, expected) -> None:
     monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if outside is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", outside)
-    config, world = toy_config(trainer__threads=given), SimpleNamespace(local_size=local_size)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config = toy_config(trainer__threads=setting)
+    world = SimpleNamespace(local_size=local_size, device=torch.device(device))
     if expected is None:
         with pytest.raises(ConfigError, match=r"trainer\.threads=9 .* 8 core\(s\)"):
             build.compute_threads(config, world)
@@ -124,7 +127,7 @@ def test_threads(monkeypatch, given, outside, local_size, expected) -> None:
 @pytest.mark.parametrize(
     ("given", "device", "local_size", "expected"),
     [
-        ("auto", "cuda", 1, 16),
+        ("auto", "cuda", 1, 8),
         ("auto", "cuda", 4, 5),
         ("auto", "cuda", 99, 1),
         ("auto", "cpu", 1, 1),
