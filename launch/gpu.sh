@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Set-up, then everything that only a GPU can tell: the tests marked `gpu`, and the benches of kernels, of
-# rows between host and device, and of whole steps. A report for each part, and a line that says how it went.
+# The tests and benchmarks that need a GPU: tests marked `gpu`, kernels, rows between host and device, and
+# whole steps. Each part writes a report and a log when it ends, and a part that fails does not end the others.
 #
-#   bash launch/gpu.sh [--dry-run] [part ...]      all parts, or those named
-#   bash launch/gpu.sh [--dry-run] quick           what says most, in eight minutes after the set-up
+#   bash launch/gpu.sh [--dry-run] [part ...]      all parts, or the named ones
+#   bash launch/gpu.sh [--dry-run] quick           the most important ones, within eight minutes
 #
 #   OUT=docs/results/gpu   folder of reports and logs
-#   PART_S=900             seconds after which a part is cut off; of `quick`, each has its own
-#   PYTHON=...             an interpreter that has distcache's packages; then nothing is set up
+#   PART_S=900             time limit of a part in seconds; each part of `quick` has its own
+#   PYTHON=...             interpreter with distcache's packages; by default python3, if it has them and its
+#                          torch sees a GPU, else that of launch/setup.sh
+#   WHEELS=...             folder of wheels that this interpreter lacks, for a machine without network; they
+#                          are installed into a temporary folder
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -20,13 +23,18 @@ fi
 
 step=(-m benchmarks.step device=cuda repetitions=7)
 all=data,resident,fused
+quick=("${step[@]}" batch=16384 "modes=$all" repetitions=3 warmup_most=60)
+# Their files by name: collecting the whole suite takes longer than these tests.
+tests=(-m pytest -m gpu -q -n 6 --dist worksteal -p no:cacheprovider
+    tests/cache/test_cache.py tests/parallel/test_cuda.py tests/store/test_store.py)
 parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 fbgemm_64
     fbgemm_adam_64 terabyte_64)
 
 # The arguments of python for a part, in `command`; 1 for a part that there is not.
 arguments_of() {
     case "$1" in
-        tests) command=(-m pytest -m gpu -q -p no:cacheprovider tests) ;;
+        tests) command=("${tests[@]}" tests/benchmarks/test_report.py tests/benchmarks/test_step.py) ;;
+        quick_tests) command=("${tests[@]}") ;;
         kernels) command=(-m benchmarks.kernels device=cuda) ;;
         access) command=(-m benchmarks.rows parts=device device=cuda) ;;
         step_64) command=("${step[@]}" batch=16384 widths=64 "modes=$all,serial") ;;
@@ -38,13 +46,12 @@ arguments_of() {
         fbgemm_adam_64)
             command=("${step[@]}" batch=16384 widths=64 modes=data,uvm,uvm_prefetch optimizer=adam)
             ;;
-        quick_steps)
-            command=("${step[@]}" batch=16384 widths=64,128 "modes=$all" repetitions=3 warmup_most=100)
-            ;;
+        quick_step_64) command=("${quick[@]}" widths=64) ;;
+        quick_step_128) command=("${quick[@]}" widths=128) ;;
         terabyte_64) command=("${step[@]}" batch=16384 widths=64 modes=data,resident size=terabyte) ;;
         *) return 1 ;;
     esac
-    if [[ "$1" != tests ]]; then
+    if [[ "$1" != *tests ]]; then
         command+=("out=$out/$1.md")
     fi
 }
@@ -52,8 +59,8 @@ arguments_of() {
 wanted=("${@:-${parts[@]}}")
 declare -A limits=()
 if [[ "${wanted[*]}" == quick ]]; then
-    wanted=(quick_steps tests kernels access)
-    limits=([quick_steps]=210 [tests]=130 [kernels]=80 [access]=50)
+    wanted=(quick_tests quick_step_64 kernels quick_step_128 access)
+    limits=([quick_tests]=160 [quick_step_64]=75 [kernels]=45 [quick_step_128]=85 [access]=45)
 fi
 for part in "${wanted[@]}"; do
     if ! arguments_of "$part"; then
@@ -61,7 +68,28 @@ for part in "${wanted[@]}"; do
         exit 1
     fi
 done
-if [[ -z "${PYTHON:-}" ]]; then
+# Whether an interpreter has all that the parts need, and a GPU.
+complete() {
+    "$1" -c 'import hydra, numba, omegaconf, pytest, torch, tqdm, sys; sys.exit(not torch.cuda.is_available())' \
+        2>/dev/null
+}
+
+if [[ -n "${WHEELS:-}" ]]; then
+    if ! compgen -G "$WHEELS/*.whl" >/dev/null; then
+        echo "gpu: WHEELS=$WHEELS has no *.whl file" >&2
+        exit 1
+    fi
+    site="$(mktemp -d)"
+    trap 'rm -rf "$site"' EXIT
+    timeout 60 "${PYTHON:-python3}" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+        --upgrade --target "$site" "$WHEELS"/*.whl
+    export PYTHONPATH="$CHECKOUT:$site${PYTHONPATH:+:$PYTHONPATH}"
+else
+    export PYTHONPATH="$CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"
+fi
+if [[ -z "${PYTHON:-}" ]] && complete python3; then
+    PYTHON=python3
+elif [[ -z "${PYTHON:-}" ]]; then
     distcache_setup ${dry:+--dry-run}
 fi
 if [[ -n "$dry" ]]; then

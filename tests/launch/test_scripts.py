@@ -162,8 +162,16 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
         run = bash("gpu.sh", "--dry-run", *given, PYTHON="py", OUT=str(tmp_path))
         assert run.returncode == 0, run.stderr
         parts |= dict(line.split(": py ") for line in run.stdout.splitlines())
-    assert "quick_steps" in parts
-    assert parts.pop("tests").startswith("-m pytest -m gpu ")
+    assert {"quick_step_64", "quick_step_128"} <= parts.keys()
+    tests = parts.pop("tests")
+    assert tests.startswith("-m pytest -m gpu ")
+    assert parts.pop("quick_tests").startswith("-m pytest -m gpu ")
+    marked = {
+        file.relative_to(pick.CHECKOUT).as_posix()
+        for file in (pick.CHECKOUT / "tests").rglob("test_*.py")
+        if re.search(r"(pytestmark =|@|marks=)\s?pytest.mark.gpu", file.read_text())
+    }
+    assert {word for word in tests.split() if word.startswith("tests/")} == marked
     options = {"kernels": KernelOptions, "rows": RowsOptions, "step": StepOptions}
     for part, command in parts.items():
         _, module, *arguments = command.split()
@@ -207,6 +215,29 @@ def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None
     elsewhere = given | {"OUT": str(tmp_path / "none"), "NO_GPU": "1"}
     assert bash("gpu.sh", "step_64", **elsewhere).returncode == 1
     assert not (tmp_path / "none").exists()
+
+
+PYTHON_OF_DIGESTS = """case "$*" in
+    *distcache.train*) ;;
+    *) exec "$REAL_PYTHON" "$@" ;;
+esac
+for word in "$@"; do
+    case "$word" in run.dir=*) folder="${word#run.dir=}" ;; esac
+done
+digest=same
+case "$folder" in */"${OTHER:-none}") digest=other ;; esac
+mkdir -p "$folder"
+echo "{\\"loss_digest\\": \\"$digest\\", \\"state_digest\\": \\"same\\"}" >"$folder/summary.json"
+"""
+
+
+@pytest.mark.parametrize(("other", "code", "verdict"), [("", 0, "equal"), ("run2", 1, "DIFFERENT")])
+def test_the_first_gpu_run_compares_digests(tmp_path: Path, other, code, verdict) -> None:
+    python = program(tmp_path / "python", PYTHON_OF_DIGESTS)
+    variables = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "DEVICE": "cpu"}
+    run = bash("gpu_first_run.sh", REAL_PYTHON=sys.executable, OTHER=other, **variables)
+    assert run.stdout.splitlines()[-1] == f"digests of 5 runs: {verdict}"
+    assert run.returncode == code
 
 
 def test_ctrl_c_ends_the_gpu_run_and_its_part(tmp_path: Path) -> None:
