@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -166,14 +166,22 @@ class CachedCollection(nn.Module):
             raise
 
     def _pool(self, features: Any, weighted: bool) -> Tensor:
-        """The bags of `features`, `[b, sum of widths]`, with the weights that come with its ids if
-        it is `weighted`."""
-        step, micro = self._open(features)
-        of_ids = step.reads[micro], features, self.device
-        weights = self.reader.weights(*of_ids) if weighted else None
-        pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
+        """Return the bags of `features`, `[b, sum of widths]`.
+
+        `weighted`: multiply rows by the weights that come with the ids.
+        """
+        with self._forward_scope():
+            step, micro = self._open(features)
+            weights = None
+            if weighted:
+                weights = self.reader.weights(step.reads[micro], features, self.device)
+            pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
         self._refuse_gradients([pooled])
         return pooled
+
+    def _forward_scope(self) -> AbstractContextManager[None]:
+        """Return the context manager that a forward pass needs; see `Membership.forward_scope`."""
+        return self._member.forward_scope(self._trains and not self._copied)
 
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor

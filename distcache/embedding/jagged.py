@@ -401,9 +401,10 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             return sequences_as_exported(self.reader.lookups, features, self._need_indices)
         if self.device.type == "meta":
             return sequences_on_meta(self.reader.lookups, features, self._need_indices)
-        step, micro = self._open(features)
+        with self._forward_scope():
+            step, micro = self._open(features)
+            rows = step.rows(micro, reads_alone=bool(self._copied))
         ids, device = step.reads[micro].ids, self._recipe.device
-        rows = step.rows(micro, reads_alone=bool(self._copied))
         self._refuse_gradients(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names
         dtype = torch.int64 if given is None else given.dtype

@@ -10,8 +10,10 @@ need not be.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +33,9 @@ from distcache.errors import ConfigError, PlanError
 
 _waiting: list[weakref.ref[Membership]] = []
 """Those that have no tables yet, in the order in which they were made."""
+
+_making = threading.RLock()
+"""Held while the tables of collections are made, because several threads may use one first."""
 
 _FIRST_USE = "a forward, a look-ahead, state_dict, load_state_dict, a table's weight"
 
@@ -60,6 +65,8 @@ class Membership:
         self.was_copied = False
         """Whether a copy of the collection was made, and said what it is."""
         self._alone, self._closed, self._error = False, False, ""
+        self._forward_lock = threading.RLock()
+        self._training_thread: threading.Thread | None = None
         self._initial = draw_weights(recipe)
         if not waits and (process_group is not None or dist.is_initialized()):
             self._join()
@@ -74,6 +81,13 @@ class Membership:
         process group, or where a group of several ranks came after the tables were made for this
         process alone, and where there are no tables, or no device; PlanError once closed.
         """
+        if self.made is not None and not (self._closed or self.weights or self._alone):
+            return self.made
+        with _making:
+            return self._make_tables()
+
+    def _make_tables(self) -> CollectionTables:
+        """Return the tables as `tables` does, while `_making` is held."""
         name = self.recipe.name
         if self._closed:
             raise PlanError(f"the {name} is closed: make a new one")
@@ -144,6 +158,42 @@ class Membership:
             raise
         finally:
             self._initial = None
+
+    @contextmanager
+    def forward_scope(self, trains: bool) -> Iterator[None]:
+        """Context manager around a forward pass: one thread at a time is inside.
+
+        Evaluation on one rank waits for the others. Raises PlanError if the forward `trains` while
+        another thread is inside or has a step open, and on several ranks if two threads are inside,
+        because ranks must plan the same batches in the same order.
+        """
+        lock = self._forward_lock
+        if not lock.acquire(blocking=False):
+            if trains or (self.made is not None and self.made.world.size > 1):
+                raise self._several_threads("is in a forward pass of it")
+            lock.acquire()
+        try:
+            # A recomputation inside backward may run in a thread of autograd's.
+            if trains and torch._C._current_graph_task_id() == -1:
+                self._claim_training()
+            yield
+        finally:
+            lock.release()
+
+    def _claim_training(self) -> None:
+        """Note that this thread trains; PlanError if another one has a recorded step open."""
+        previous, current = self._training_thread, threading.current_thread()
+        if previous not in (None, current) and previous.is_alive() and self.made is not None:
+            if any(step.recorded for step in self.made.earlier.with_open()):
+                raise self._several_threads(f"({previous.name}) has a step of it open")
+        self._training_thread = current
+
+    def _several_threads(self, state: str) -> PlanError:
+        return PlanError(
+            f"forward of a {self.recipe.name} in thread {threading.current_thread().name} while "
+            f"another thread {state}: train from one thread. Evaluation in several threads needs "
+            "eval() and torch.no_grad(), and a process without other ranks"
+        )
 
     def move(self, device: torch.device) -> None:
         """Let the tables, which are not made, lie there."""

@@ -369,8 +369,10 @@ class CachedEmbedding(CachedModule):
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
-        step, micro = self._open(given)
-        (rows,), taken = step.rows(micro, bool(self._copied)), step.reads[micro].taken
+        with self._forward_scope():
+            step, micro = self._open(given)
+            (rows,) = step.rows(micro, bool(self._copied))
+        taken = step.reads[micro].taken
         self._refuse_gradients([rows])
         if taken is not None:  # the others are padding
             pad, at = all_to_device([self._padding_row(), taken], rows.device)
