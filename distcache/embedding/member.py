@@ -182,10 +182,12 @@ class Membership:
 
     def _claim_training(self) -> None:
         """Note that this thread trains; PlanError if another one has a recorded step open."""
-        previous, current = self._training_thread, threading.current_thread()
-        if previous not in (None, current) and previous.is_alive() and self.made is not None:
-            if any(step.recorded for step in self.made.earlier.with_open()):
-                raise self._several_threads(f"({previous.name}) has a step of it open")
+        previous = self._training_thread
+        current = threading.current_thread()
+        steps = [] if self.made is None else self.made.earlier.with_open()
+        is_open = any(step.recorded for step in steps)
+        if is_open and previous not in (None, current) and previous.is_alive():
+            raise self._several_threads(f"({previous.name}) has a step of it open")
         self._training_thread = current
 
     def _several_threads(self, state: str) -> PlanError:

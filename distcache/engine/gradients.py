@@ -275,7 +275,8 @@ class PooledLookup(torch.autograd.Function):
         if not bags.single:
             pooled = pooled.view(features, samples, dim).transpose(0, 1).reshape(-1, dim)
         pooled = pooled if bags.scale is None else pooled.mul_(bags.scale)
-        return pooled.view(samples, features * dim)
+        # autograd refuses in-place operations on a view that a function returns, and this is none.
+        return torch.ops.aten._unsafe_view(pooled, [samples, features * dim])
 
     @staticmethod
     @once_differentiable
