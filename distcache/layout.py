@@ -5,6 +5,7 @@ Letters are those of the README's glossary. Everything here is NumPy on the CPU.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,17 @@ def stored_dtype(data_type: Any) -> torch.dtype | None:
     return dtypes.get(getattr(data_type, "name", data_type or "FP32"), torch.float16)
 
 
+def whole_number(value: Any, field: str, table: str) -> int:
+    """Return an integer of any type as an int. Raises ConfigError for other values."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ConfigError(
+            f"table {table!r}: {field}={value!r} of type {type(value).__name__} must be a whole "
+            "number: give an int"
+        ) from error
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """One embedding table: `rows` x `dim`, read by one or more features.
@@ -47,6 +59,8 @@ class TableSpec:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        for field in ("rows", "dim"):  # NumPy's integers overflow, and have no place in a file
+            object.__setattr__(self, field, whole_number(getattr(self, field), field, self.name))
         if self.rows < 1 or self.dim < 1:
             raise ConfigError(
                 f"table {self.name!r} has {self.rows} rows x {self.dim}: both must be at least 1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,7 +32,7 @@ from distcache.embedding.settings import (
     concrete_device,
 )
 from distcache.embedding.step import CollectionTables
-from distcache.embedding.weights import TableView
+from distcache.embedding.weights import TableViews
 from distcache.engine.tracing import tracing
 from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
 from distcache.optim import by_table
@@ -85,7 +86,8 @@ class CachedCollection(nn.Module):
         check_names(settings, name)
         if not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
-        chosen = CacheSettings(**settings)
+        numbers = {key: v.item() for key, v in settings.items() if isinstance(v, np.generic)}
+        chosen = CacheSettings(**settings | numbers)
         configs, where = checked_configs(tables, self._config), concrete_device(device)
         lookups = lookups_of(configs)
         keys = [self._key_of(spec.name) for spec in lookups.specs]
@@ -99,7 +101,7 @@ class CachedCollection(nn.Module):
         self._member = Membership(recipe, process_group, timeout_s, waits)
         self.optimizer = RowOptimizer(self._member)
         self._frozen = set[str]()
-        self._views: tuple[Mapping[str, Tensor], nn.ModuleDict] | None = None
+        self._views: tuple[Mapping[str, Tensor], TableViews] | None = None
         self._dtype = chosen.dtype
         """That in which embeddings come out."""
         self.is_aside = False
@@ -135,8 +137,7 @@ class CachedCollection(nn.Module):
         self._take_device()
         weights = self._member.expose()
         if self._views is None or self._views[0] is not weights:
-            views = {name: TableView(weight) for name, weight in weights.items()}
-            self._views = weights, nn.ModuleDict(views)
+            self._views = weights, TableViews(weights)
         return self._views[1]
 
     def reset_parameters(self) -> None:
@@ -175,25 +176,17 @@ class CachedCollection(nn.Module):
             weights = None
             if weighted:
                 weights = self.reader.weights(step.reads[micro], features, self.device)
-            pooled = step.pooled(micro, weights, reads_alone=bool(self._copied))
+            pooled = step.pooled(micro, weights, reads_alone=self._only_reads)
         self._refuse_gradients([pooled])
         return pooled
 
     def _forward_scope(self) -> AbstractContextManager[None]:
         """Return the context manager that a forward pass needs; see `Membership.forward_scope`."""
-        return self._member.forward_scope(self._trains and not self._copied)
+        return self._member.forward_scope(self._trains and not self._only_reads)
 
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        update = self._recipe.update
-        if (
-            type(update) is NoUpdate
-            and self._trains
-            and not self._copied
-            and len(self._frozen_now()) < len(tables.tables)
-        ):
-            raise update.missing()
         collisions = self.reader.collisions
         found = collisions.place(self, features) if collisions else self.find(tables, features)
         if found is not None:
@@ -202,7 +195,7 @@ class CachedCollection(nn.Module):
             return (where, micro) if opened else where.open_next(tables, self._frozen_now())
         tables.end_current()
         read = collisions.read(features) if collisions else self.reader.read(features)
-        recorded = torch.is_grad_enabled() and not self._copied
+        recorded = torch.is_grad_enabled() and not self._only_reads
         planned = tables.plan_inline([read], "train" if recorded else "eval")
         return tables.open(planned, [read], self._frozen_now()), 0
 
@@ -211,7 +204,7 @@ class CachedCollection(nn.Module):
     ) -> tuple[Epoch | OpenStep, int] | None:
         """The look-ahead whose next batch `features` is, or the step and the micro-batch that it is
         of. Raises PlanError in training where a look-ahead gave out another batch."""
-        trains = self._trains and not self._copied
+        trains = self._trains and not self._only_reads
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:
                 if stream.claims(features, by_content):
@@ -395,6 +388,29 @@ class CachedCollection(nn.Module):
         if tables.world.is_first:
             log.info("from %s: %s", folder, said)
 
+    def load_table(self, name: str, tensor: Tensor, rows: slice | None = None) -> None:
+        """Let the weights of table `name` be `tensor`; called by all ranks between two steps.
+
+        `rows`: the slice of rows that `tensor` `[n, D]` has, all by default. Optimizer state stays.
+        Raises ConfigError for an unknown table and another shape, and PlanError inside a step and
+        for a slice on several nodes.
+        """
+        self._known([name])
+        specs = self._recipe.lookups.specs
+        index = [spec.name for spec in specs].index(name)
+        count = len(range(specs[index].rows)[slice(None) if rows is None else rows])
+        values = torch.as_tensor(tensor).detach()
+        if tuple(values.shape) != (count, specs[index].dim):
+            raise ConfigError(
+                f"load_table({name!r}): a tensor of shape {list(values.shape)} for {count} rows of "
+                f"width {specs[index].dim}: give one of shape [{count}, {specs[index].dim}]"
+            )
+        if rows is None:
+            self.tables.replace([(index, slice(None), values)])
+            return
+        with torch.no_grad():
+            self._table_views()[name].weight[rows] = values
+
     def close(self) -> None:
         """Stop planning and let go of the tables, of which a copy has none; safe to call twice."""
         if not self._copied:
@@ -422,14 +438,26 @@ class CachedCollection(nn.Module):
             )
         return copied
 
-    def _refuse_gradients(self, found: Sequence[Tensor]) -> None:
-        """Let no gradient come to what a copy in training has given out."""
+    @property
+    def _only_reads(self) -> bool:
+        """Whether nothing trains the tables through this module: a copy, or no optimizer."""
+        return bool(self._copied) or isinstance(self._recipe.update, NoUpdate)
+
+    def _refuse_gradients(self, outputs: Sequence[Tensor]) -> None:
+        """Let a backward pass raise that reaches outputs of a module that cannot train."""
+        update = self._recipe.update
 
         def refuse(gradient: Tensor) -> None:
-            raise self._reads_alone("be trained")
+            if self._copied:
+                raise self._reads_alone("be trained")
+            raise update.missing()  # type: ignore[attr-defined]
 
-        if self._copied and self._trains and self.trainable.requires_grad:
-            for values in found:
+        if self._copied:
+            is_frozen = not self.trainable.requires_grad
+        else:
+            is_frozen = len(self._frozen_now()) == len(self._recipe.lookups.specs)
+        if self._only_reads and self._trains and not is_frozen:
+            for values in outputs:
                 values.requires_grad_(True).register_hook(refuse)
 
     def _reads_alone(self, what: str) -> PlanError:
@@ -440,6 +468,17 @@ class CachedCollection(nn.Module):
         )
 
     # --- nn.Module --------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what nn.Module keeps under `name`.
+
+        Python also comes here after a property has raised AttributeError. nn.Module would report
+        that the property is missing, so it is computed again, which raises its own error.
+        """
+        attribute = inspect.getattr_static(type(self), name, None)
+        if isinstance(attribute, property):
+            return attribute.__get__(self)
+        return super().__getattr__(name)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, whole_number
 
 # TorchRec's names; where it is not installed, or does not load, ones of which nothing is an
 # instance, for modules with the arguments of torch.nn's do without it.
@@ -117,6 +117,8 @@ def checked_configs(configs: Sequence[Any], kind: type) -> list[Any]:
             raise ConfigError(
                 f"table {config.name!r}: use_virtual_table is not supported: give num_embeddings"
             )
+        for field in ("num_embeddings", "embedding_dim"):
+            setattr(config, field, whole_number(getattr(config, field), field, config.name))
         if not config.feature_names:
             config.feature_names = [config.name]
     return list(configs)
@@ -166,6 +168,10 @@ class PlainTable:
     given: Tensor | None
 
     def __post_init__(self) -> None:
+        for field in ("num_embeddings", "embedding_dim", "padding_idx"):
+            value = getattr(self, field)
+            if value is not None:
+                setattr(self, field, whole_number(value, field, self.name))
         rows, pad, given = self.num_embeddings, self.padding_idx, self.given
         if pad is not None and not -rows <= pad < rows:
             raise ConfigError(f"padding_idx={pad} is not within num_embeddings={rows}")

@@ -227,7 +227,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         `torchrec.optim.RowWiseAdagrad`), also by their name `optimizer_type`, with
         `optimizer_kwargs`: then rows are updated inside backward, as where
         `apply_optimizer_in_backward` is called on the `weight`s of all tables. Without one the
-        collection evaluates, and its first training forward raises.
+        collection evaluates, and a backward pass through it raises.
 
         `process_group`: whose ranks train together (all, where torch.distributed is initialised;
         else this process alone); groups of its own are made from it. `timeout_s`:
@@ -403,7 +403,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             return sequences_on_meta(self.reader.lookups, features, self._need_indices)
         with self._forward_scope():
             step, micro = self._open(features)
-            rows = step.rows(micro, reads_alone=bool(self._copied))
+            rows = step.rows(micro, reads_alone=self._only_reads)
         ids, device = step.reads[micro].ids, self._recipe.device
         self._refuse_gradients(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names

@@ -207,6 +207,13 @@ class CachedModule(CachedCollection):
         module. Raises PlanError on several nodes."""
         return self._table_views()[self._table.name].weight
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `weight = tensor` loads the table, see `load_table`."""
+        if name == "weight" and "_table" in vars(self):
+            self.load_table(self._table.name, value)
+        else:
+            super().__setattr__(name, value)
+
     def reset_parameters(self) -> None:
         """Draw the weights anew, as torch.nn does; not on 'meta'. Called by all ranks."""
         self._table.given = None
@@ -371,7 +378,7 @@ class CachedEmbedding(CachedModule):
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
         with self._forward_scope():
             step, micro = self._open(given)
-            (rows,) = step.rows(micro, bool(self._copied))
+            (rows,) = step.rows(micro, self._only_reads)
         taken = step.reads[micro].taken
         self._refuse_gradients([rows])
         if taken is not None:  # the others are padding

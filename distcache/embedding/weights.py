@@ -4,7 +4,7 @@ TorchRec's order, and parameters over the rows in host memory that notice what i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distcache.embedding.ids import PlainTable
 from distcache.embedding.settings import Recipe
-from distcache.errors import PlanError
+from distcache.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from distcache.embedding.step import CollectionTables
@@ -238,9 +238,34 @@ class TableView(nn.Module):
         self.num_embeddings, self.embedding_dim = weight.shape
         self._parameters["weight"] = weight  # type: ignore[assignment]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `weight = tensor` writes the table, as `load_table` does."""
+        if name != "weight":
+            super().__setattr__(name, value)
+            return
+        if tuple(value.shape) != tuple(self.weight.shape):
+            raise ConfigError(
+                f"weight = a tensor of shape {list(value.shape)}: the table has "
+                f"{list(self.weight.shape)}"
+            )
+        with torch.no_grad():
+            self.weight.copy_(value)
+
     def forward(self, *args: Any) -> Tensor:
         """Raise PlanError: rows are looked up through the collection."""
         raise PlanError(
             "a table of a cached collection is not called: look rows up through the collection, or "
             "read weight[ids] in torch.no_grad()"
         )
+
+
+class TableViews(nn.ModuleDict):
+    """The tables of a collection by name, which may be any text.
+
+    nn.ModuleDict takes no name that is one of its methods ("items") or has a dot in it.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            self._modules[name] = TableView(weight)

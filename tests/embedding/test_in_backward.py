@@ -209,7 +209,7 @@ def test_what_rows_do_not_have_is_refused() -> None:
     ebc = fused()
     sgd([views(ebc)["t0"].weight], {"lr": 0.1})
     with pytest.raises(ConfigError, match=r"no optimizer was given.* weights of all its tables"):
-        loss_of(dlrm(ebc), data[0])
+        loss_of(dlrm(ebc), data[0]).backward()
     sgd([views(ebc)[f"t{i}"].weight for i in (1, 2, 3)], {"lr": 0.2})
     with pytest.raises(ConfigError, match=r"'t0' was given .*'lr': 0.1.* and 't1' .*'lr': 0.2"):
         loss_of(dlrm(ebc), data[0])

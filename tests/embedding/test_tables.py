@@ -1,0 +1,162 @@
+"""Tables of the collections: sizes, names, loading, attributes, optimizer state as a mapping."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+
+import distcache
+from distcache.errors import ConfigError, PlanError
+
+SGD = distcache.optim.SGD(lr=0.5)
+
+
+def collection(name: str = "t", rows: object = 9, width: object = 4, **settings):
+    config = EmbeddingBagConfig(
+        name=name, num_embeddings=rows, embedding_dim=width, feature_names=["f"]
+    )
+    settings = {"device": "cpu", "optimizer": SGD} | settings
+    return distcache.CachedEmbeddingBagCollection([config], **settings)
+
+
+def ids(*values: int) -> KeyedJaggedTensor:
+    lengths = torch.ones(len(values), dtype=torch.int64)
+    return KeyedJaggedTensor(["f"], torch.tensor(values), lengths=lengths)
+
+
+# -----------------------------------------------------------------------------
+# Sizes.
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, torch.tensor])
+def test_every_integer_type_is_a_size(kind) -> None:
+    embedding = distcache.CachedEmbedding(
+        kind(9), kind(4), padding_idx=kind(2), device="cpu", optimizer=SGD, rows=np.int64(5)
+    )
+    assert embedding(torch.tensor([0, 1])).shape == (2, 4)
+    assert embedding.weight.shape == (9, 4)
+    embedding.close()
+    ebc = collection(rows=kind(9), width=kind(4))
+    assert ebc.embedding_bags["t"].weight.shape == (9, 4)
+    assert type(ebc.embedding_bag_configs()[0].num_embeddings) is int
+    ebc.close()
+    spec = distcache.TableSpec("t", rows=kind(9), dim=kind(4), features=("f",))
+    assert (type(spec.rows), type(spec.dim)) == (int, int)
+
+
+@pytest.mark.parametrize("size", [9.0, "9", None])
+def test_other_sizes_are_refused_by_name(size) -> None:
+    with pytest.raises(ConfigError, match=r"table 't': rows=.* must be a whole number"):
+        distcache.TableSpec("t", rows=size, dim=4, features=("f",))
+    with pytest.raises(ConfigError, match=r"table 'embedding': num_embeddings=.* whole number"):
+        distcache.CachedEmbedding(size, 4, device="cpu")
+
+
+def test_an_attribute_error_inside_a_property_is_not_hidden() -> None:
+    class Broken(distcache.CachedEmbedding):
+        @property
+        def broken(self) -> int:
+            return self.padding_idx.missing_name
+
+    embedding = Broken(9, 4, device="cpu", optimizer=SGD)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'missing_name'"):
+        embedding.broken  # noqa: B018
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'absent'"):
+        embedding.absent  # noqa: B018
+    embedding.close()
+
+
+# -----------------------------------------------------------------------------
+# Names.
+
+NAMES = ["items", "values", "type", "training", "forward", "pop", "a.b", "weight", "keys"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_may_be_named_as_a_method(name: str) -> None:
+    embedding = distcache.CachedEmbedding(9, 4, name=name, device="cpu", optimizer=SGD)
+    rows = embedding(torch.arange(9)).detach()
+    assert torch.equal(embedding.weight.detach().as_subclass(torch.Tensor), rows)
+    embedding.close()
+    ebc = collection(name)
+    weight = ebc.embedding_bags[name].weight.detach().as_subclass(torch.Tensor)
+    assert torch.equal(ebc(ids(*range(9))).values(), weight)
+    assert list(ebc.embedding_bags) == [name]
+    ebc.close()
+    config = EmbeddingConfig(name=name, num_embeddings=9, embedding_dim=4, feature_names=["f"])
+    sequences = distcache.CachedEmbeddingCollection([config], device="cpu", optimizer=SGD)
+    assert sequences.embeddings[name].weight.shape == (9, 4)
+    sequences.close()
+
+
+# -----------------------------------------------------------------------------
+# Loading.
+
+
+def test_load_table_writes_store_and_cached_rows() -> None:
+    ebc = collection()
+    start = torch.arange(36.0).view(9, 4)
+    ebc.load_table("t", start)  # before the first step
+    assert torch.equal(ebc(ids(1, 8)).values(), start[[1, 8]])
+    ebc(ids(1, 8)).values().sum().backward()
+    with pytest.raises(PlanError, match="row gradients wait"):
+        ebc.load_table("t", start)
+    ebc.step()
+    expected = start.clone()
+    expected[[1, 8]] -= 0.5
+    assert torch.equal(ebc.state_dict()["embedding_bags.t.weight"], expected)
+    expected[2:5] = -1.0
+    ebc.load_table("t", torch.full((3, 4), -1.0), rows=slice(2, 5))
+    assert torch.equal(ebc(ids(1, 2, 4, 5)).values(), expected[[1, 2, 4, 5]])
+    ebc.load_table("t", 2 * start)
+    assert torch.equal(ebc(ids(1, 2, 8)).values(), 2 * start[[1, 2, 8]])
+    ebc.close()
+
+
+def test_load_table_refuses_by_name() -> None:
+    ebc = collection()
+    with pytest.raises(ConfigError, match="no table is named 'u': there are t"):
+        ebc.load_table("u", torch.zeros(9, 4))
+    with pytest.raises(ConfigError, match=r"\[8, 4\] for 9 rows of width 4: .* shape \[9, 4\]"):
+        ebc.load_table("t", torch.zeros(8, 4))
+    with pytest.raises(ConfigError, match="for 2 rows of width 4"):
+        ebc.load_table("t", torch.zeros(3, 4), rows=slice(7, 12))
+    ebc.close()
+
+
+def test_assigning_a_weight_loads_the_table() -> None:
+    embedding = distcache.CachedEmbedding(9, 4, device="cpu", optimizer=SGD)
+    embedding.weight = nn.Parameter(torch.full((9, 4), 2.0))
+    assert torch.equal(embedding(torch.tensor([3])), torch.full((1, 4), 2.0))
+    with pytest.raises(ConfigError, match=r"shape \[3, 4\] for 9 rows"):
+        embedding.weight = torch.zeros(3, 4)
+    assert [name for name, _ in embedding.named_parameters()] == ["trainable"]
+    embedding.close()
+    ebc = collection()
+    ebc.embedding_bags["t"].weight = nn.Parameter(torch.full((9, 4), 3.0))
+    assert torch.equal(ebc(ids(3)).values(), torch.full((1, 4), 3.0))
+    with pytest.raises(ConfigError, match=r"shape \[3, 4\]: the table has \[9, 4\]"):
+        ebc.embedding_bags["t"].weight = torch.zeros(3, 4)
+    ebc.close()
+
+
+# -----------------------------------------------------------------------------
+# Optimizer state.
+
+
+def test_optimizer_state_can_be_built_anew_from_its_items() -> None:
+    ebc = collection(optimizer=distcache.optim.Adagrad(lr=0.1))
+    ebc(ids(1)).values().sum().backward()
+    ebc.step()
+    before = ebc.optimizer.state_dict()["state"]["t"]
+    for parameter, state in ebc.optimizer.state.items():
+        ebc.optimizer.state[parameter] = type(state)(OrderedDict(state))
+    after = ebc.optimizer.state_dict()["state"]["t"]
+    assert before.keys() == after.keys() and len(before) > 1
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    ebc.close()
