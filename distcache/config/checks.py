@@ -222,7 +222,11 @@ def _interactions(data: DataConfig) -> Refusals:
         **_no_path(data, "path"),
         f"data.table_rows={data.table_rows}: give the rows of users and items, or leave it "
         "empty for the largest ids of the data": len(data.table_rows) not in (0, 2),
-        "data.delimiter is empty: give what separates the fields of the CSV": not data.delimiter,
+        "data.delimiter is empty: give the text that separates columns, tab, space or auto": (
+            not data.delimiter
+        ),
+        f"data.delimiter={data.delimiter} separates columns, and data.format=lines has none: give "
+        "one of them": data.format == "lines" and data.delimiter != "auto",
         f"data.held_out={data.held_out} means nothing to data.held_out_by=last, which holds "
         "out each user's last: leave it out, or give data.held_out_by=time": apart,
     }

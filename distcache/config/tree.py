@@ -102,10 +102,10 @@ class DataConfig:
     shuffle_rows: int = only_of(1 << 20, "parquet", least=1)
     """Parquet: samples shuffled together, in whole row groups, which a rank keeps decoded."""
     format: str = only_of("auto", "interactions", choice=("auto", "lines", "csv"))
-    """Interactions: `lines` (user item item ...), `csv` (user, item, rating, time; the last two
-    may be absent), or `auto`: csv for names ending in .csv."""
-    delimiter: str = only_of(",", "interactions")
-    """Interactions: what separates the fields of a CSV."""
+    """Interactions: `lines` (user item item ...), `csv` (columns user, item, rating, time; the last
+    two may be absent), or `auto`: csv for names ending in .csv, .tsv, .data or .inter."""
+    delimiter: str = only_of("auto", "interactions")
+    """Interactions: the text that separates columns, `tab`, `space`, or `auto` (that of line 1)."""
     min_rating: float | None = only_of(None, "interactions")
     """Interactions: lower ratings are left out; null: all are positives."""
     negatives: int = only_of(4, "interactions", least=1)

@@ -1,7 +1,8 @@
 """User-item interactions as clicks: every interaction is a positive, with sampled negatives.
 
-They come as text: lines `user item item ...`, or CSV of user, item, rating, time. `line_numbers`
-and `csv_numbers` are the definitions, line by line; blocks of clean CSV go through pyarrow.
+They come as text: lines `user item item ...`, or columns of user, item, rating and time.
+`line_numbers` and `csv_numbers` define the two formats, line by line; blocks of clean columns go
+through pyarrow.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _ID = re.compile(rb"0*[0-9]{1,18}")
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _FIELDS = ("user", "item", "rating", "time")
 FEATURES = _FIELDS[:2]
+COLUMN_SUFFIXES = (".csv", ".tsv", ".data", ".inter")
+"""Ends of the names of files that have columns; `.gz` may follow."""
 _BLOCK_BYTES = 16 << 20
 LONGEST = 64 << 20
 """Bytes of the longest line; a longer one is malformed."""
@@ -69,43 +72,112 @@ def line_numbers(line: bytes) -> list[int]:
 
 
 def _csv_hint(line: bytes) -> str:
-    """A hint where a line looks like CSV."""
-    for delimiter in ("::", ",", ";", "|"):
-        if delimiter.encode() in line:
-            given = "" if delimiter == "," else f" data.delimiter='{delimiter}'"
-            return f"; for CSV give data.format=csv{given}"
-    return ""
+    """The setting that reads a line that looks like columns, or nothing."""
+    has_decimals = all(map(_NUMBER.fullmatch, line.split()))
+    if _delimiter_of(line) == " " and not has_decimals:
+        return ""
+    return "; for columns (user, item, rating, time) give data.format=csv"
+
+
+_DELIMITERS = ("\t", "::", ",", ";", "|", " ")
+"""Delimiters that `auto` recognises; the first one that a line has."""
+_DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "space": " "}
+
+
+def _delimiter_of(line: bytes) -> str:
+    """The delimiter of a line of columns."""
+    found = [delimiter for delimiter in _DELIMITERS if delimiter.encode() in line]
+    return found[0] if found else ","
+
+
+def show_delimiter(delimiter: str) -> str:
+    """A delimiter as `data.delimiter` takes it."""
+    return {"\t": "tab", " ": "space"}.get(delimiter, delimiter)
 
 
 def csv_numbers(
-    line: bytes, delimiter: bytes, fields: int, header: bytes | None = None
+    line: bytes, delimiter: bytes, columns: Sequence[str], header: bytes | None = None
 ) -> tuple[int, int, float, float]:
-    """User, item, rating and time (0 where the line has none) of one line of `fields` fields.
+    """User, item, rating and time (0 where the line has none) of one line of columns.
 
-    Raises DataError that says what is wrong; an id beyond 2^53 - 1 is not held by float64.
+    `columns`: of `_FIELDS`, or empty for a column that is not read. Raises DataError that names
+    the field; float64 does not hold an id beyond 2^53 - 1.
     """
     if len(line) > LONGEST:
         raise DataError(_TOO_LONG)
     if line == header:
         raise DataError("the header stands here again")
     parts = line.split(delimiter)
-    if len(parts) != fields:
+    if len(parts) != len(columns):
         raise DataError(
-            f"{len(parts)} fields instead of {fields} ({', '.join(_FIELDS[:fields])}), separated "
-            f"by {show(delimiter)}"
+            f"{len(parts)} fields instead of {len(columns)} ({_column_names(columns)}), separated "
+            f"by {show(delimiter)}; lines of a user and its items are data.format=lines"
         )
-    for part, name in zip(parts[:2], _FIELDS, strict=False):
-        if not _ID.fullmatch(part):
-            raise DataError(f"{name} {show(part)} is not a whole number from 0 to 10^18 - 1")
-    numbers = [0.0, 0.0]
-    for at, (part, name) in enumerate(zip(parts[2:], _FIELDS[2:], strict=False)):
-        numbers[at] = float(part) if _NUMBER.fullmatch(part) else math.nan
-        if not math.isfinite(numbers[at]):
+    fields = {name: part for name, part in zip(columns, parts, strict=True) if name}
+    for name in FEATURES:
+        if not _ID.fullmatch(fields[name]):
+            raise DataError(
+                f"{name} {show(fields[name])} is not a whole number from 0 to 10^18 - 1"
+            )
+    numbers = {"rating": 0.0, "time": 0.0}
+    for name in numbers.keys() & fields.keys():
+        part = fields[name]
+        numbers[name] = float(part) if _NUMBER.fullmatch(part) else math.nan
+        if not math.isfinite(numbers[name]):
             raise DataError(f"{name} {show(part)} is not a finite number")
-    ids = _whole(parts[0]), _whole(parts[1])
-    if max(ids) >= 2**53:
-        raise DataError(f"id {max(ids)} is beyond 2^53 - 1")
-    return *ids, *numbers
+    user = _whole(fields["user"])
+    item = _whole(fields["item"])
+    if max(user, item) >= 2**53:
+        raise DataError(f"id {max(user, item)} is beyond 2^53 - 1")
+    return user, item, numbers["rating"], numbers["time"]
+
+
+def _column_names(columns: Sequence[str]) -> str:
+    return ", ".join(name or "not read" for name in columns)
+
+
+_HEADER_NAMES = {
+    "user": ("user", "userid", "uid", "u", "reviewerid", "visitorid"),
+    "item": ("item", "itemid", "iid", "i", "movie", "movieid", "bookid", "productid", "asin"),
+    "rating": ("rating", "ratings", "score", "stars", "overall"),
+    "time": ("time", "timestamp", "ts", "date", "datetime", "unixreviewtime"),
+}
+_FIELD_OF_NAME = {name: field for field, names in _HEADER_NAMES.items() for name in names}
+
+
+def _header_columns(header: bytes, separator: bytes, place: str) -> tuple[str, ...]:
+    """The columns that a header names, such as `userId,movieId` or `user_id:token`.
+
+    Where it names user and item, other unknown columns are not read. Where it does not, columns
+    are read by position. Raises DataError where a name contradicts its position.
+    """
+    names = [name.decode(errors="replace").strip("\"' ") for name in header.split(separator)]
+    plain = [name.partition(":")[0].replace("_", "").replace(" ", "").lower() for name in names]
+    columns = tuple(_FIELD_OF_NAME.get(name, "") for name in plain)
+    twice = [name for name in _FIELDS if columns.count(name) > 1]
+    if twice:
+        raise DataError(f"{place}: the header names two columns of the {twice[0]}: leave one out")
+    if set(FEATURES) <= set(columns):
+        return columns
+    by_position = _position_columns(len(names), separator, place)
+    for name, column, expected in zip(names, columns, by_position, strict=True):
+        if column not in ("", expected):
+            raise DataError(
+                f"{place}: column {name!r} stands in the place of the {expected}: name the columns "
+                f"{', '.join(_FIELDS)} in the header, or write them in this order"
+            )
+    return by_position
+
+
+def _position_columns(count: int, separator: bytes, place: str) -> tuple[str, ...]:
+    """The columns of a file whose header does not name them."""
+    if not 2 <= count <= len(_FIELDS):
+        raise DataError(
+            f"{place}: {count} fields separated by {show(separator)}; 2 to 4 are read: "
+            f"{', '.join(_FIELDS)} (data.delimiter says what separates them, and "
+            "data.format=lines reads a user and its items)"
+        )
+    return _FIELDS[:count]
 
 
 def _whole(digits: bytes) -> int:
@@ -113,14 +185,27 @@ def _whole(digits: bytes) -> int:
     return int(digits[-18:])
 
 
-def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> np.ndarray:
-    """The interactions `[P]` of files of lines `user item item ...`, in file order."""
+def read_user_lines(files: Sequence[InputFile], bad: BadLines, is_named: bool = True) -> np.ndarray:
+    """The interactions `[P]` of files of lines `user item item ...`, in file order.
+
+    `is_named`: data.format=lines was given. Raises DataError where it was not, and all lines have
+    the same three or four fields, which may be user, item, rating and time.
+    """
     users, items = array("q"), array("q")
+    widths = set[int]()
     for file in files:
         for first, block in _blocks(file):
             for user, *own in good_lines(block, first, line_numbers, partial(bad.add, file.path)):
+                widths.add(1 + len(own))
                 items.extend(own)
                 users.extend([user] * len(own))
+    if not is_named and widths in ({3}, {4}):
+        (width,) = widths
+        raise DataError(
+            f"data.path: every line of {files[0].path} has {width} fields, so they may be "
+            f"{', '.join(_FIELDS[:width])} or a user and {width - 1} items: give data.format=csv "
+            "for the first (with data.delimiter=tab or space), or data.format=lines for the second"
+        )
     found = np.zeros(len(users), INTERACTION)
     found["user"], found["item"] = users, items
     return found
@@ -129,34 +214,47 @@ def read_user_lines(files: Sequence[InputFile], bad: BadLines) -> np.ndarray:
 def read_csv(
     files: Sequence[InputFile], delimiter: str, bad: BadLines
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The interactions `[P]` of CSV files, in file order, and the fields that these have (2 to 4),
-    as many as the first line of the first; a first line without a single number is a header."""
-    separator, fields = delimiter.encode(), 0
+    """The interactions `[P]` of files of columns, in file order, and the names of the columns.
+
+    `delimiter`: a text, `tab`, `space`, or `auto` for the one that the first line has. A first
+    line without a single number is a header. Raises DataError for headers that differ.
+    """
+    delimiter = _DELIMITER_NAMES.get(delimiter, delimiter)
+    separator = b"" if delimiter == "auto" else delimiter.encode()
+    columns: tuple[str, ...] = ()
     parts: list[np.ndarray] = []
     for file in files:
         header: bytes | None = None
         for first, block in _blocks(file):
             if first == 1:
                 line, after = block.split(b"\n", 1)
-                fields = fields or line.count(separator) + 1
-                if not 2 <= fields <= len(_FIELDS):
-                    raise DataError(
-                        f"{file.path}:1: {fields} fields separated by {show(separator)}; 2 to 4 "
-                        f"are read: {', '.join(_FIELDS)} (data.delimiter says what separates them)"
-                    )
+                separator = separator or _delimiter_of(line).encode()
+                place = f"{file.path}:1"
                 if not any(map(_NUMBER.fullmatch, line.split(separator))):
                     header, block, first = line, after, 2
-            numbers = _fast_block(block, separator, fields)
+                    named = _header_columns(line, separator, place)
+                    if columns and named != columns:
+                        raise DataError(
+                            f"{place}: the header names {_column_names(named)}, but that of "
+                            f"{files[0].path} {_column_names(columns)}: write all alike"
+                        )
+                    columns = named
+                columns = columns or _position_columns(line.count(separator) + 1, separator, place)
+            numbers = _fast_block(block, separator, columns)
             if numbers is None:
-                parse = partial(csv_numbers, delimiter=separator, fields=fields, header=header)
+                parse = partial(csv_numbers, delimiter=separator, columns=columns, header=header)
                 good = list(good_lines(block, first, parse, partial(bad.add, file.path)))
                 numbers = np.array(good, dtype=np.float64).reshape(-1, 4)
             parts.append(numbers)
+    logger.info(
+        "%s: columns %s, separated by %s",
+        *(files[0].path, _column_names(columns), show_delimiter(separator.decode())),
+    )
     whole = np.concatenate(parts)
     found = np.empty(len(whole), INTERACTION)
     for at, name in enumerate(_FIELDS):
         found[name] = whole[:, at]
-    return found, _FIELDS[:fields]
+    return found, columns
 
 
 def _blocks(file: InputFile) -> Iterator[tuple[int, bytes]]:
@@ -170,15 +268,15 @@ def _blocks(file: InputFile) -> Iterator[tuple[int, bytes]]:
         first += block.count(b"\n")
 
 
-def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | None:
+def _fast_block(block: bytes, separator: bytes, columns: Sequence[str]) -> np.ndarray | None:
     """The numbers float64 `[n, 4]` of a block of plain decimal lines; None for any other."""
     odd = block.translate(None, b"0123456789.\n" + separator)
-    if len(separator) != 1 or odd or len(block) > LONGEST:
+    if len(separator) != 1 or odd or len(block) > LONGEST or "" in columns:
         return None
     import pyarrow as pa
     from pyarrow import csv
 
-    types = dict(zip(_FIELDS[:fields], [pa.int64()] * 2 + [pa.float64()] * 2, strict=False))
+    types = {name: pa.int64() if name in FEATURES else pa.float64() for name in columns}
     try:
         table = csv.read_csv(
             pa.BufferReader(block),
@@ -191,8 +289,8 @@ def _fast_block(block: bytes, separator: bytes, fields: int) -> np.ndarray | Non
     except pa.ArrowInvalid:
         return None
     numbers = np.zeros((table.num_rows, 4))
-    for at, column in enumerate(table.columns):
-        numbers[:, at] = column.to_numpy()
+    for name, column in zip(columns, table.columns, strict=True):
+        numbers[:, _FIELDS.index(name)] = column.to_numpy()
     # float64 holds whole numbers up to 2^53: longer ids take the slow path, which refuses them, and
     # so do numbers too large for float64.
     good = (numbers[:, :2] < 2**53).all() and np.isfinite(numbers[:, 2:]).all()
@@ -208,16 +306,17 @@ class InteractionsSpec:
     """Which files to read, and how.
 
     `paths`: a file, a glob, or a sequence of either; `format`: `lines` (user item item ...), `csv`
-    (user, item, and maybe rating and time, separated by `delimiter`), or `auto`: csv for names
-    that end in .csv or .csv.gz; `min_rating`: interactions rated below are left out; `negatives`:
-    sampled for each positive, all items alike (`uniform`) or as often as they occur (`popularity`);
+    (user, item, and maybe rating and time, separated by `delimiter`), or `auto`: csv where a
+    delimiter is given or the name ends in one of `COLUMN_SUFFIXES`; `min_rating`: interactions
+    rated below are left out; `negatives`: sampled for each positive, all items alike (`uniform`)
+    or as often as they occur (`popularity`);
     `held_out_by`: each user's `last` interaction (of users with two or more), or by `time` the
     latest share `held_out` of all; `table_rows`: users and items, empty for the largest id + 1.
     """
 
     paths: str | Path | Sequence[str | Path]
     format: str = "auto"
-    delimiter: str = ","
+    delimiter: str = "auto"
     min_rating: float | None = None
     negatives: int = 4
     sampling: str = "uniform"
@@ -273,9 +372,9 @@ class InteractionsSource(SlicedSource):
         super().__init__(len(train) * each, len(rest) * each, spec.global_batch_size)
         users, items = (len(np.unique(found[name])) for name in FEATURES)
         logger.info(
-            f"{len(found)} interactions of {users} users with {items} items: {len(train)} train, "
-            f"{len(rest)} are held out, {spec.negatives} negatives each; tables of "
-            f"{self.table_rows[0]} and {self.table_rows[1]} rows"
+            f"{len(found):,} interactions of {users:,} users and {items:,} items: {len(train):,} "
+            f"train, {len(rest):,} are held out, {spec.negatives} negatives each; tables of "
+            f"{self.table_rows[0]:,} and {self.table_rows[1]:,} rows"
         )
 
     def take(self, samples: np.ndarray, part: BatchSlice) -> Batch:
@@ -328,12 +427,13 @@ class InteractionsSource(SlicedSource):
         files = find_files("data.path", spec.paths, "a file of interactions")
         kind = spec.format
         if kind == "auto":
-            name = files[0].path.name.removesuffix(".gz")
-            kind = "csv" if name.endswith(".csv") else "lines"
+            name = files[0].path.name.lower().removesuffix(".gz")
+            has_columns = spec.delimiter != "auto" or name.endswith(COLUMN_SUFFIXES)
+            kind = "csv" if has_columns else "lines"
         if kind == "csv":
             found, fields = read_csv(files, spec.delimiter, self.bad_lines)
         else:
-            found = read_user_lines(files, self.bad_lines)
+            found = read_user_lines(files, self.bad_lines, is_named=spec.format == "lines")
         self.bad_lines.report()
         for key, wanted, column in (
             ("min_rating", spec.min_rating is not None, "rating"),

@@ -207,9 +207,10 @@ def test_damaged_gzip_is_never_skipped(tmp_path):
 
 def test_lines_that_look_like_csv_are_told_apart(tmp_path):
     for line, hint in (
-        ("1::1193::5::978300760", r"'1::1193.* for CSV give data\.format=csv data\.delimiter='::'"),
+        ("1::1193::5::978300760", r"'1::1193.* for columns .*data\.format=csv; correct the line"),
         ("1,1193,5", r"data\.format=csv; correct the line"),
-        ("1;1193", r"data\.delimiter=';'"),
+        ("1;1193", r"data\.format=csv; correct the line"),
+        ("1 1193 3.5", r"data\.format=csv; correct the line"),
         ("a b", r"10\^18 - 1; correct the line"),
     ):
         path = write(tmp_path / "ratings.dat", [line])
@@ -233,7 +234,7 @@ def test_files_with_nothing_to_use_and_several_files(tmp_path):
         with pytest.raises(DataError, match=r"d\.csv:1: user .* is not a whole number"):
             source(write(tmp_path / "d.csv", [first, *CSV]))
     for part in (2, 10):
-        write(tmp_path / f"part-{part}.txt", [f"{part} 1 2 3"])
+        write(tmp_path / f"part-{part}.txt", [f"{part} 1 2 3 4"])
     both = source(str(tmp_path / "part-*.txt"))
     assert [s[0] for s in samples(both, "eval") if s[2]] == [2, 10]
 
@@ -263,7 +264,7 @@ def read_plainly(text: bytes, kind: str) -> tuple[np.ndarray, list[int]]:
         line = line.removesuffix(b"\r")
         try:
             if kind == "csv":
-                good.append(csv_numbers(line, b",", 4))
+                good.append(csv_numbers(line, b",", ("user", "item", "rating", "time")))
             else:
                 user, *items = line_numbers(line)
                 good += [(user, item, 0.0, 0.0) for item in items]
