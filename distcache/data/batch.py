@@ -368,8 +368,11 @@ def _is_any_beyond(values: np.ndarray, edges: np.ndarray, rows: np.ndarray) -> b
 def _checked_offsets(ids: JaggedIds) -> np.ndarray:
     """The offsets as int64, after all that must hold for them, the values and the weights."""
     if ids.values.dtype not in _ID_DTYPES or ids.values.dim() != 1:
+        is_float = ids.values.dtype.is_floating_point
+        remedy = " (replace missing ids by a row of their own, then .long())" if is_float else ""
         raise DataError(
-            f"ids are {ids.values.dtype} of shape {list(ids.values.shape)}; give int64 of shape [n]"
+            f"ids are {ids.values.dtype} of shape {list(ids.values.shape)}; give int64 of shape "
+            f"[n]{remedy}"
         )
     if ids.offsets.dtype not in _ID_DTYPES or ids.offsets.dim() != 1 or not ids.offsets.shape[0]:
         raise DataError(

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _LINE = re.compile(rb"[ \t]*0*[0-9]{1,18}([ \t]+0*[0-9]{1,18})+[ \t]*")
 _ID = re.compile(rb"0*[0-9]{1,18}")
+_ZERO_FRACTION = re.compile(rb"(?<=[0-9])\.0+\Z")
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _FIELDS = ("user", "item", "rating", "time")
 FEATURES = _FIELDS[:2]
@@ -115,6 +116,7 @@ def csv_numbers(
         )
     fields = {name: part for name, part in zip(columns, parts, strict=True) if name}
     for name in FEATURES:
+        fields[name] = _ZERO_FRACTION.sub(b"", fields[name])  # pandas writes some ids as 7.0
         if not _ID.fullmatch(fields[name]):
             raise DataError(
                 f"{name} {show(fields[name])} is not a whole number from 0 to 10^18 - 1"

@@ -118,7 +118,8 @@ class ParquetSpec:
     def wanted(self) -> list[tuple[str, str, tuple[str, ...], bool]]:
         """The columns to read: name, the config key that names it, the kinds that it may have, and
         whether it may be a list."""
-        numbers, ids = ("integer", "float", "bool"), ("integer", "string")
+        numbers = ("integer", "float", "bool")
+        ids = ("integer", "string", "float")
         found = [(self.label_column, "data.label_column", numbers, False)]
         found += [(name, "data.dense_columns", numbers, False) for name in self.dense_columns]
         found += [(name, "data.id_columns", ids, True) for name in self.id_columns]
@@ -244,9 +245,12 @@ class Column:
 
     def _ids(self, flat: pa.Array, rows: int, row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ids int64 in [0, rows), 0 where null, and a mask of the nulls; `row_of`: row of each."""
-        if kind_of(flat.type)[0] == "string":
+        kind = kind_of(flat.type)[0]
+        if kind == "string":
             return self._string_ids(flat, rows, row_of)
         values, missing = _decoded(flat)
+        if kind == "float":
+            values, missing = self._whole_numbers(values, missing, row_of)
         bad = values >= rows
         if values.dtype.kind == "i":
             bad |= values < 0
@@ -263,6 +267,27 @@ class Column:
         if bad.any():
             wide = values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
             values = wide % wide.dtype.type(rows)
+        return values.astype(np.int64), missing
+
+    def _whole_numbers(
+        self, values: np.ndarray, missing: np.ndarray, row_of: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Float ids as int64, and a mask of the missing ones, of which NaN is one.
+
+        pandas makes a column of integers with missing values float64. From 2^53 on (float32: 2^24)
+        a float may stand for several integers, so that these are refused.
+        """
+        bits = np.finfo(values.dtype).nmant + 1
+        missing = missing | np.isnan(values)
+        values = np.where(missing, 0.0, values.astype(np.float64))
+        self.refuse(
+            (np.abs(values) >= 2.0**bits) | (values != np.floor(values)),
+            lambda at: (
+                f"id {values[at]:.17g} is not a whole number below 2^{bits}: correct the data, or "
+                "write the column as integers (in pandas: dtype 'Int64')"
+            ),
+            row_of,
+        )
         return values.astype(np.int64), missing
 
     def _string_ids(
@@ -437,11 +462,19 @@ def _check_schema(
         elif kind not in kinds:
             wrong = f"is {type_}; it must be {' or '.join(kinds)}"
             wrong += ", or a list of these" if may_be_list else ""
-        elif kind_of(before) != (kind, is_list):
+        elif not _is_alike(before, type_):
             wrong = f"is {type_}, but {before} in {where.path}: write all files with one schema"
         else:
             continue
         raise DataError(f"{file.path}: column {name!r} ({key}) {wrong}")
+
+
+def _is_alike(first: pa.DataType, second: pa.DataType) -> bool:
+    """Return True if two files may have a column in these types: integers and floats go together,
+    since pandas writes integers as floats in a file with missing values."""
+    kinds = [kind_of(type_) for type_ in (first, second)]
+    numbers = {("integer", kinds[0][1]), ("float", kinds[0][1])}
+    return kinds[0] == kinds[1] or set(kinds) == numbers
 
 
 class ParquetSource(SlicedSource):

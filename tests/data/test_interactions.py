@@ -181,6 +181,14 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path, caplog, monkeypatch, goo
     assert samples(stream) == samples(source(write(tmp_path / "clean" / name, good)))
 
 
+def test_ids_that_pandas_wrote_as_floats(tmp_path):
+    path = write(tmp_path / "a.csv", [HEADER, *CSV])
+    floats = write(tmp_path / "b.csv", [HEADER, *(line.replace(",", ".0,", 2) for line in CSV)])
+    assert samples(source(floats)) == samples(source(path))
+    with pytest.raises(DataError, match=r"b\.csv:3: user '3\.5' is not a whole number"):
+        source(write(floats, [HEADER, CSV[0], "3.5,1,1,1"]))
+
+
 def test_gzip_is_read_by_its_content(tmp_path):
     """Told by its first bytes; the name without .gz says whether it is CSV."""
     for name, content in (("a.txt", LINES), ("a.csv", [HEADER, *CSV])):

@@ -66,6 +66,23 @@ def test_kinds_of_lists(tmp_path, values):
     assert bags_of(stream.train_batch(0, 0, 1), 0) == data["a"].to_pylist()
 
 
+FLOATS = [pa.float64(), pa.float32(), pa.float16(), pa.dictionary(pa.int8(), pa.float64())]
+
+
+@pytest.mark.parametrize("type_", FLOATS, ids=str)
+def test_whole_floats_are_ids_and_missing_ones_follow_the_rule(tmp_path, type_):
+    inner = type_.value_type if pa.types.is_dictionary(type_) else type_
+    numbers = pa.array(np.float16([3, math.nan, 7, 0, 49, 0]), from_pandas=False).cast(inner)
+    numbers = pa.array([*numbers.to_pylist()[:3], None, *numbers.to_pylist()[4:]], inner)
+    numbers = numbers.dictionary_encode() if inner is not type_ else numbers
+    good = write(tmp_path / "a.parquet", columns(4))  # whose ids are integers
+    path = write(tmp_path / "b.parquet", columns(6) | {"a": numbers}, 4)
+    expected = {"zero": [[3], [0], [7], [0], [49], [0]], "empty": [[3], [], [7], [], [49], [0]]}
+    for nulls, bags in expected.items():
+        batch = source([good, path], 10, nulls=nulls, **WHOLE).train_batch(0, 0, 1)
+        assert bags_of(batch, 0)[4:] == bags
+
+
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.binary(), None], ids=str)
 def test_strings_become_ids(tmp_path, type_):
     words = ["ff", "", "0A", "1" * 20, "ff", "FFFFFFFFFFFFFFFFF"]
@@ -211,6 +228,7 @@ def weights(third) -> dict:
     return BAGS | {"w": [[1.0], [1.0, 2.0], third, []]}
 
 
+HASH = {"on_bad_id": "hash"}
 BAD_VALUES = {
     "label 2": ({"y": [0, 1, 2, 0]}, {}, r"row 3, column 'y': the label is 2, not 0 or 1"),
     "label null": ({"y": [0, None, 1, 0]}, {}, r"row 2, column 'y': the label is null"),
@@ -221,6 +239,26 @@ BAD_VALUES = {
     "infinite": ({"x": [1, 2, math.inf, 4.0]}, {}, NOT_FLOAT32),
     "large": ({"x": [1, 2, 1e300, 4.0]}, {}, NOT_FLOAT32),
     "negative": ({"x": [1, 2, -4e38, 4.0]}, {}, NOT_FLOAT32),
+    "fraction": ({"a": [1.0, 2.5, 3.0, None]}, {}, r"row 2, column 'a': id 2\.5 is not a whole"),
+    "infinite id": ({"a": [1.0, 2.0, -math.inf, 3.0]}, HASH, r"row 3, column 'a': id -inf is not"),
+    "float beyond 2^53": (
+        {"a": [1.0, 2.0**53, 3.0, 4.0]},
+        HASH,
+        r"row 2, .* whole number below 2\^53",
+    ),
+    "float32 beyond 2^24": (
+        {"a": np.float32([1, 2, 3, 2**24])},
+        HASH,
+        r"row 4, .* whole number below 2\^24",
+    ),
+    "float beyond the table": (
+        {"a": [1.0, 2.0, 50.0, 4.0]},
+        {},
+        r"row 3, column 'a': id 50 is not in",
+    ),
+    "missing float id": ({"a": [1.0, None, 3.0, 4.0]}, {}, r"row 2, column 'a': there is no value"),
+    "NaN as id": ({"a": [1.0, 2.0, math.nan, 4.0]}, {}, r"row 3, column 'a': there is no value"),
+    "fraction in a list": ({"a": [[1.0], [2.0, 0.5], [], []]}, {}, r"row 2, column 'a': id 0\.5"),
     "no hex": ({"a": ["0", "a", "0x1", "b"]}, HEX, r"row 3, column 'a': '0x1' is not hexadecimal"),
     "too few weights": (weights([1.0]), WEIGHTED, r"row 3, column 'w': 1 weights for 2 ids"),
     "scalar weights": (
@@ -247,7 +285,7 @@ def test_bad_values_are_named_with_file_row_and_column(tmp_path, data, settings,
 
 BAD_SCHEMAS = {
     "missing": ("a", None, r"no column 'a', which data\.id_columns names; it has: y, x, z, b, c"),
-    "float id": ("a", [1.0] * 4, r"column 'a' \(data\.id_columns\) is double; it must be integer"),
+    "date id": ("a", pa.array([0] * 4, pa.date32()), r"'a' \(data\.id_columns\) is date32"),
     "list label": ("y", [[1]] * 4, r"column 'y' \(data\.label_column\) holds lists"),
     "list dense": ("x", [[1.0]] * 4, r"column 'x' \(data\.dense_columns\) holds lists"),
     "string dense": ("x", ["1"] * 4, r"column 'x' \(data\.dense_columns\) is string"),

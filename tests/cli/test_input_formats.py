@@ -1,4 +1,4 @@
-"""Interaction files as users have them: columns, delimiters and headers that the command reads."""
+"""Files as users have them, read by the command: interactions in columns, ids that are floats."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import random
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from launching import environment, run
+from pyarrow import parquet
 
 SMALL = (
     "model.embedding_dim=4",
@@ -22,16 +24,19 @@ ITEMS = {item for _, item in PAIRS}
 ROWS = [(*pair, DICE.randint(1, 5), DICE.randint(870_000_000, 890_000_000)) for pair in PAIRS]
 
 
-def train(path: Path, lines: list[str], *overrides: str) -> tuple[int, str]:
-    """Exit code and output of the command on a file of these lines."""
-    path.write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "distcache.train", "data=interactions", f"data.path={path}"]
-    command += [*SMALL, "data.global_batch_size=64", "trainer.device=cpu", "run.save=false"]
-    command += [f"run.dir={path.parent / 'run'}", *overrides]
-    done = run(
-        command, cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=100
-    )
+def train(*overrides: str, folder: Path) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    command = [sys.executable, "-m", "distcache.train", *SMALL, "data.global_batch_size=64"]
+    command += ["trainer.device=cpu", "run.save=false", f"run.dir={folder / 'run'}", *overrides]
+    options = {"capture_output": True, "text": True, "timeout": 100}
+    done = run(command, cwd=folder, env=environment(), **options)
     return done.returncode, done.stdout + done.stderr
+
+
+def train_on(path: Path, lines: list[str], *overrides: str) -> tuple[int, str]:
+    """Exit code and output of the command on a file of interactions of these lines."""
+    path.write_text("\n".join(lines) + "\n")
+    return train("data=interactions", f"data.path={path}", *overrides, folder=path.parent)
 
 
 def joined(delimiter: str, fields: tuple[int, ...]) -> list[str]:
@@ -70,7 +75,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_columns_are_read_as_columns(tmp_path, case):
     name, lines, overrides, columns = case
-    code, output = train(tmp_path / name, lines, *overrides)
+    code, output = train_on(tmp_path / name, lines, *overrides)
     assert code == 0, output
     assert f"columns {columns}, separated by" in output
     assert COUNT in output and "tables of 21 and 31 rows" in output
@@ -80,16 +85,16 @@ def test_columns_are_read_as_columns(tmp_path, case):
 @pytest.mark.parametrize("delimiter", ["\t", " "])
 def test_ambiguous_lines_are_refused_until_the_format_is_named(tmp_path, delimiter, fields):
     lines = joined(delimiter, fields)
-    code, output = train(tmp_path / "clicks.txt", lines)
+    code, output = train_on(tmp_path / "clicks.txt", lines)
     assert code == 1 and f"every line of {tmp_path}/clicks.txt has {len(fields)} fields" in output
     assert "data.format=csv" in output and "data.format=lines" in output
-    code, output = train(tmp_path / "clicks.txt", lines, "data.format=csv")
+    code, output = train_on(tmp_path / "clicks.txt", lines, "data.format=csv")
     assert code == 0 and COUNT in output, output
 
 
 def test_lines_of_equal_length_are_read_once_named(tmp_path):
     lines = [f"{user} {user + 1} {user + 2}" for user in range(40)]
-    code, output = train(tmp_path / "pairs.txt", lines, "data.format=lines")
+    code, output = train_on(tmp_path / "pairs.txt", lines, "data.format=lines")
     assert code == 0 and "80 interactions of 40 users and 41 items" in output, output
 
 
@@ -103,5 +108,25 @@ def test_lines_of_equal_length_are_read_once_named(tmp_path):
     ],
 )
 def test_columns_that_cannot_be_told_are_refused(tmp_path, lines, overrides, words):
-    code, output = train(tmp_path / "a.csv", lines, *overrides)
+    code, output = train_on(tmp_path / "a.csv", lines, *overrides)
     assert code == 1 and words in output
+
+
+@pytest.mark.parametrize("nulls", ["error", "zero", "empty"])
+def test_parquet_ids_that_missing_values_made_floats(tmp_path, nulls):
+    """One file has integers, and the other, with a missing value, floats."""
+    labels = [number % 2 for number in range(100)]
+    ids = [number % 50 for number in range(100)]
+    kinds = {"a": pa.int64(), "b": pa.float64()}
+    for name, type_ in kinds.items():
+        column = pa.array([None, *ids[1:]] if name == "b" else ids, type_)
+        parquet.write_table(pa.table({"y": labels, "i": column}), tmp_path / f"{name}.parquet")
+    code, output = train(
+        *("data=parquet", f"data.path={tmp_path}/*.parquet", f"data.nulls={nulls}"),
+        *("data.label_column=y", "data.id_columns=[i]", "data.table_rows=[50]"),
+        folder=tmp_path,
+    )
+    if nulls == "error":
+        assert code == 1 and "b.parquet, row 1, column 'i': there is no value" in output
+    else:
+        assert code == 0 and "2 Parquet files" in output, output
