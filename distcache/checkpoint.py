@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
     """Look at each checkpoint of the folders that were given; 1 where one is damaged."""
     from distcache.trainer.checkpoint import finished
-    from distcache.trainer.manifest import Manifest
+    from distcache.trainer.manifest import BlockReader, Manifest
 
     given, damaged = vars(line.values), 0
     if not any(given.values()):
@@ -59,6 +59,7 @@ def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
                 manifest = Manifest.read(folder)
                 if what == "verify":
                     manifest.verify(folder)
+                    BlockReader(folder, manifest)  # the list of values is one
                     rest = "" if manifest.base is None else f", rests on {manifest.base[0]}"
                     log.info("%s is intact: %s%s", folder, human_bytes(manifest.nbytes), rest)
                     if manifest.base is not None and manifest.base[0] not in folders:

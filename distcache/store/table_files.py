@@ -6,9 +6,12 @@ tensor), and the tensors' bytes. Nothing in such a file is executed.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,9 +188,24 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
+def open_regular(path: Path, flags: int = 0) -> io.BufferedReader:
+    """A regular file for reading; `flags`: more of `os.open`. Raises OSError.
+
+    A FIFO is refused, whose opening or reading would wait for a writer.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
 def _tensors(path: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         room = os.fstat(file.fileno()).st_size - 8 - length
         if room < 0:
@@ -211,7 +229,7 @@ def _read_block(
     """Rows [start, stop) of a tensor that begins at byte `begin` of a file."""
     row = prod(shape[1:]) * dtype.itemsize
     data = bytearray((stop - start) * row)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(begin + start * row)
         if file.readinto(data) != len(data):
             raise DataError(f"{path} became shorter while it was read: leave it in place")

@@ -39,6 +39,7 @@ from distcache.data.own import load_plain
 from distcache.engine.whole import CHANGED
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.store.memory import describe_bytes
+from distcache.store.table_files import open_regular
 
 FORMAT = 3
 """Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
@@ -184,7 +185,8 @@ def _read_manifest(folder: Path) -> Manifest:
     """A manifest alone. Raises DataError where there is none, or it is damaged."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_bytes())
+        with open_regular(path) as file:  # the base's may be anything
+            found = json.loads(file.read())
         body = found["checkpoint"]
         files = {name: [(end, crc) for end, crc in of] for name, of in body["files"].items()}
         manifest = Manifest(dict(body["header"]), files)
@@ -192,6 +194,8 @@ def _read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum is another one")
     except FileNotFoundError as error:
         raise DataError(f"there is no {path}: {WAY_OUT}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): {WAY_OUT}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): {WAY_OUT}") from error
     return manifest
@@ -222,9 +226,9 @@ def _damaged(folder: Path, names: str, count: int) -> DataError:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """A file that is no link, for reading."""
+    """A regular file that is no link, for reading."""
     try:
-        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+        return open_regular(path, os.O_NOFOLLOW)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): {WAY_OUT}") from error
 
@@ -439,6 +443,9 @@ class BlockReader(FileSystemReader):
         self._manifest = manifest
         ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
         own = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
+        # The list of values may name anything: nothing is opened that the manifest does not have.
+        for info in own.storage_data.values():
+            manifest._sums(folder, info.relative_path, info.offset, info.length)
         self.values, self._places, self.older = own, own.storage_data, set[str]()
         self.own = own.state_dict_metadata
         self._ids = "", np.empty(0, np.int64), np.empty(0, np.int64)
@@ -656,7 +663,8 @@ def _of_format_2(folder: Path) -> Manifest:
     if not (folder / SUMS).is_file():
         raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
     try:
-        found = json.loads((folder / SUMS).read_text())
+        with open_plain(folder / SUMS) as file:
+            found = json.loads(file.read())
         sums = {name: (size, sha) for name, (size, sha) in found.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{folder / SUMS} is damaged ({error}): {WAY_OUT}") from error
@@ -665,7 +673,10 @@ def _of_format_2(folder: Path) -> Manifest:
         with open_plain(folder / name) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha:
                 raise _damaged(folder, name, len(sums))
-    values = _read_metadata(folder, (folder / METADATA).read_bytes())
+    if METADATA not in sums:
+        raise _damaged(folder, METADATA, len(sums))
+    with open_plain(folder / METADATA) as file:
+        values = _read_metadata(folder, file.read())
     ends = {name: {size} for name, (size, _) in sums.items()}
     for info in values.storage_data.values():
         ends.setdefault(info.relative_path, set()).add(info.offset + info.length)

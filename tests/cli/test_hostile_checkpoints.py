@@ -1,0 +1,144 @@
+"""Checkpoints with correct checksums and wrong content: every command refuses them by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import environment, run
+
+SETTINGS = (
+    *("data.table_rows=[50,20]", "data.global_batch_size=16", "trainer.device=cpu"),
+    *("model.embedding_dim=4", "model.dense_arch=[4]", "model.over_arch=[4,1]"),
+    *("trainer.eval_steps=1", "trainer.checkpoint_every=2", "trainer.checkpoint_whole_every=3"),
+    "trainer.keep_checkpoints=5",
+)
+
+
+def command(*words: str, folder: Path) -> tuple[int, str]:
+    """Exit code and output of a command of the package."""
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    line = [sys.executable, "-m", *words]
+    done = run(line, cwd=folder, env=environment(), **options)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run with a whole checkpoint at step 2 and one at step 4 that rests on it."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = ("distcache.train", *SETTINGS, "trainer.steps=4", "run.dir=run")
+    code, output = command(*words, folder=folder)
+    assert code == 0, output
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint of a copy of the run."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run/checkpoints/step_00000004"
+
+
+def sign(folder: Path, body: dict[str, Any]) -> None:
+    """Write a manifest with its checksum."""
+    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    (folder / "manifest.json").write_text(json.dumps({"crc32": checksum, "checkpoint": body}))
+
+
+def body_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())["checkpoint"]
+
+
+def plant(folder: Path, data: bytes) -> None:
+    """Put another list of values in place of a checkpoint's, with its checksum."""
+    (folder / ".metadata").write_bytes(data)
+    body = body_of(folder)
+    body["files"][".metadata"] = [[len(data), zlib.crc32(data)]]
+    sign(folder, body)
+
+
+def name_in_metadata(folder: Path, name: str) -> None:
+    """Let the list of values say that all blocks lie in the file `name`."""
+    values = pickle.loads((folder / ".metadata").read_bytes())
+    for info in values.storage_data.values():
+        info.relative_path = name
+    plant(folder, pickle.dumps(values))
+
+
+def fifo_for(name: str) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return replace
+
+
+def folder_for(name: str) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return replace
+
+
+def list_a_fifo(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    name_in_metadata(folder, "pipe")
+
+
+def list_a_folder(folder: Path) -> None:
+    (folder / "there").mkdir()
+    name_in_metadata(folder, "there")
+
+
+def list_a_file_outside(folder: Path) -> None:
+    name_in_metadata(folder, "../../config.yaml")
+
+
+BASE = "../step_00000002/manifest.json"
+NOT_FILES = {
+    "listed fifo": (list_a_fifo, "pipe (of"),
+    "listed folder": (list_a_folder, "there (of"),
+    "listed outside": (list_a_file_outside, "config.yaml (of"),
+    "fifo as the base's manifest": (fifo_for(BASE), "step_00000002/manifest.json cannot be read"),
+    "folder as the base's manifest": (folder_for(BASE), "step_00000002/manifest.json cannot"),
+    "fifo as blocks": (fifo_for("__0_0.distcp"), "__0_0.distcp (of"),
+    "folder as blocks": (folder_for("__0_0.distcp"), "__0_0.distcp (of"),
+    "folder as a list": (folder_for(".metadata"), ".metadata (of"),
+}
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "export", "checkpoint"])
+@pytest.mark.parametrize(("harm", "words"), NOT_FILES.values(), ids=NOT_FILES)
+def test_what_is_no_file_is_refused_without_waiting(copy, tmp_path, name, harm, words):
+    harm(copy)
+    code, output = command(*COMMANDS[name](copy), folder=tmp_path)
+    assert code == 1 and "Traceback" not in output and words in output, output
+
+
+COMMANDS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "train": lambda folder: (
+        *("distcache.train", *SETTINGS, "trainer.steps=6", "run.dir=new"),
+        f"trainer.resume={folder}",
+    ),
+    "evaluate": lambda folder: ("distcache.evaluate", f"resume={folder}"),
+    "export": lambda folder: ("distcache.export", f"resume={folder}", "output=tables"),
+    "checkpoint": lambda folder: ("distcache.checkpoint", f"verify={folder}"),
+}
+
+
+def test_a_fifo_as_a_file_of_tables_is_refused_without_waiting(tmp_path):
+    (tmp_path / "tables").mkdir()
+    os.mkfifo(tmp_path / "tables/t.safetensors")
+    words = (*SETTINGS, "trainer.steps=1", "run.dir=new", "trainer.init_from=tables")
+    code, output = command("distcache.train", *words, folder=tmp_path)
+    assert code == 1 and "t.safetensors is no whole safetensors file" in output
