@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import pickle
 import shutil
 import stat
@@ -40,6 +39,7 @@ from distcache.engine.whole import CHANGED
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.store.memory import describe_bytes
 from distcache.store.table_files import open_regular
+from distcache.trainer.manifest_checks import load_metadata
 
 FORMAT = 3
 """Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
@@ -369,50 +369,11 @@ def in_memory(value: Tensor) -> Tensor:
 # Reading: nothing that a file holds is executed.
 
 
-def _member(owner: Any, name: Any) -> metadata._MEM_FORMAT_ENCODING:
-    """`getattr`, by which Python 3.11.2 pickles a member of an enum: of DCP's alone. Raises
-    UnpicklingError for any other."""
-    if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
-        return owner[name]
-    raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}")
-
-
-_CLASSES: dict[tuple[str, str], Any] = {
-    (own.__module__, own.__qualname__): own
-    for own in (
-        metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.MetadataIndex,
-        metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
-        torch.serialization._get_layout, pathlib.PosixPath,
-    )
-} | {("builtins", "getattr"): _member}  # fmt: skip
-"""What DCP's `.metadata` is made of, beside sizes and dtypes."""
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads pickles of DCP's classes and of what Python has built in, and refuses all others before
-    anything of theirs is called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A known class, or a dtype. Raises UnpicklingError for any other."""
-        found = _CLASSES.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype) or found is torch.Size else None
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return found
-
-
 def _read_metadata(folder: Path, data: bytes) -> metadata.Metadata:
     try:
-        found = MetadataUnpickler(io.BytesIO(data)).load()
-        if not isinstance(found, metadata.Metadata):
-            raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
+        return load_metadata(data)
     except Exception as error:  # whatever bytes make of it
         raise DataError(f"{folder / METADATA} is no list of values ({error}): {WAY_OUT}") from error
-    found.storage_meta = found.storage_meta or metadata.StorageMeta()
-    return found
 
 
 _READERS = 4

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import environment, run
+from torch.distributed.checkpoint import filesystem, metadata
+
+from distcache import checkpoint, export
 
 SETTINGS = (
     *("data.table_rows=[50,20]", "data.global_batch_size=16", "trainer.device=cpu"),
@@ -142,3 +146,93 @@ def test_a_fifo_as_a_file_of_tables_is_refused_without_waiting(tmp_path):
     words = (*SETTINGS, "trainer.steps=1", "run.dir=new", "trainer.init_from=tables")
     code, output = command("distcache.train", *words, folder=tmp_path)
     assert code == 1 and "t.safetensors is no whole safetensors file" in output
+
+
+def words_for(main: Callable[..., int], folder: Path, output: Path) -> list[str]:
+    if main is checkpoint.main:
+        return [f"verify={folder}"]
+    return [f"resume={folder}", f"output={output}/tables"]
+
+
+# -----------------------------------------------------------------------------
+# BUILD sets attributes of what a pickle has on its stack.
+
+INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+MEMORY = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+ATTRIBUTE = b"}X\x06\x00\x00\x00hackedI1\ns"
+TARGETS = {
+    "class": (INDEX, b"N" + ATTRIBUTE + b"\x86b", metadata.MetadataIndex),
+    "enum": (MEMORY, b"N" + ATTRIBUTE + b"\x86b", metadata._MEM_FORMAT_ENCODING),
+    "member of an enum": (
+        *(MEMORY + b"I0\n\x85R", ATTRIBUTE + b"b"),
+        metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+    ),
+    "function": (
+        *(b"ctorch.serialization\n_get_layout\n", ATTRIBUTE + b"b"),
+        torch.serialization._get_layout,
+    ),
+}
+
+
+@pytest.mark.parametrize(("target", "state", "owner"), TARGETS.values(), ids=TARGETS)
+def test_a_list_of_values_sets_no_attribute_of_what_the_process_has(
+    copy, tmp_path, capsys, target, state, owner
+):
+    plant(copy, target + state + b"0" + (copy / ".metadata").read_bytes())
+    try:
+        assert export.main([f"resume={copy}", f"output={tmp_path}/tables"]) == 1
+        assert checkpoint.main([f"verify={copy}"]) == 1
+        assert not hasattr(owner, "hacked")
+    finally:
+        if "hacked" in vars(owner):
+            delattr(owner, "hacked")
+    output = "".join(capsys.readouterr())
+    assert output.count(".metadata is no list of values (it sets attributes of") == 2
+
+
+@pytest.mark.parametrize("name", ["__setstate__", "__class__"])
+def test_a_list_of_values_gives_its_records_no_special_attribute(copy, capsys, name):
+    values = pickle.loads((copy / ".metadata").read_bytes())
+    info = next(iter(values.storage_data.values()))
+    info.__dict__[name] = 1
+    plant(copy, pickle.dumps(values))
+    assert checkpoint.main([f"verify={copy}"]) == 1
+    assert "sets other attributes of a _StorageInfo" in "".join(capsys.readouterr())
+
+
+def lose_a_place(values: metadata.Metadata) -> None:
+    values.storage_data.popitem()
+
+
+def make_a_length_text(values: metadata.Metadata) -> None:
+    next(iter(values.storage_data.values())).length = "1"
+
+
+def make_values_a_list(values: metadata.Metadata) -> None:
+    values.state_dict_metadata = [1]
+
+
+def make_a_value_a_place(values: metadata.Metadata) -> None:
+    values.state_dict_metadata["extra"] = filesystem._StorageInfo("a", 0, 1)
+
+
+def make_offsets_shorter(values: metadata.Metadata) -> None:
+    values.state_dict_metadata["tables.t_cat_0.weight"].size = torch.Size([50])
+
+
+CHANGES = [
+    *(lose_a_place, make_a_length_text, make_values_a_list, make_a_value_a_place),
+    make_offsets_shorter,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("main", [checkpoint.main, export.main], ids=["verify", "export"])
+def test_a_list_of_values_has_the_structure_of_one(copy, tmp_path, capsys, main, change):
+    folder = copy.with_name("step_00000002")
+    values = pickle.loads((folder / ".metadata").read_bytes())
+    change(values)
+    plant(folder, pickle.dumps(values))
+    assert main(words_for(main, folder, tmp_path)) == 1
+    output = "".join(capsys.readouterr())
+    assert "Traceback" not in output and f"{folder}/.metadata is no list of values" in output
