@@ -66,7 +66,7 @@ def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
                         folders.append(manifest.base[0])
                 else:
                     log.info("%s: %s", folder, described(folder, manifest))
-            except DataError as error:
+            except (ConfigError, DataError) as error:  # damaged, or of a newer version
                 log.error("%s", error)
                 damaged = 1
     return damaged

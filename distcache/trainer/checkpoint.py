@@ -551,11 +551,6 @@ def fill(
 
 def check(folder: Path, header: Mapping[str, Any], identity: Identity) -> None:
     """Raise ConfigError where a checkpoint, by its header, does not belong to this run."""
-    if header["format"] not in (2, FORMAT):
-        raise ConfigError(
-            f"{folder} has checkpoint format {header['format']}, this version reads up to {FORMAT}"
-            ": resume with the version that wrote it"
-        )
     if "run" not in header:
         raise ConfigError(f"{folder} is a checkpoint of a loop: it is read by distcache.load")
     saved, optimizer = header["run"], identity["optimizer"]

@@ -39,10 +39,7 @@ from distcache.engine.whole import CHANGED
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.store.memory import describe_bytes
 from distcache.store.table_files import open_regular
-from distcache.trainer.manifest_checks import load_metadata
-
-FORMAT = 3
-"""Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
+from distcache.trainer.manifest_checks import FORMAT, check_files, check_header, load_metadata
 
 TABLES = "tables."
 """What begins the names of tables' values; `CHANGED` before these: of their rows that changed."""
@@ -108,18 +105,23 @@ class Manifest:
         """The manifest of a checkpoint of any format, whose files are there in their lengths, as
         are those of the one that it rests on.
 
-        Raises DataError for one that is damaged or lacks a file, and names which of both it is.
+        Raises DataError for one that is damaged or lacks a file, and names which of both it is;
+        ConfigError for one of a newer format.
         """
         if not (folder / MANIFEST).is_file():
-            return _of_format_2(folder)
+            found = _of_format_2(folder)
+            found._check_header(folder)
+            return found
         found = _read_manifest(folder)
         found._check_files(folder)
+        found._check_header(folder)
         if (where := _base_folder(folder, found.header)) is None:
             return found
         try:
             base = _read_manifest(where)
             base._check_files(where)
-            if base.crc32 != found.header["base"].get("crc32"):
+            base._check_header(where)
+            if base.crc32 != found.header["base"]["crc32"]:
                 raise DataError(f"{where} is another checkpoint than the one that was there")
         except DataError as error:
             raise DataError(
@@ -139,6 +141,24 @@ class Manifest:
             length = marks[-1][0] if marks else 0
             if not stat.S_ISREG(found.st_mode) or found.st_size != length:
                 raise _damaged(folder, name, 1)
+
+    def _check_header(self, folder: Path) -> None:
+        """Raise ConfigError for a format that is not read here, DataError for a header that is not
+        one of it."""
+        form = self.header.get("format")
+        if type(form) is int and form > FORMAT:
+            raise ConfigError(
+                f"{folder} has checkpoint format {form}, this version reads up to {FORMAT}: resume "
+                "with the version that wrote it"
+            )
+        try:
+            if type(form) is not int or form < 2:
+                raise ValueError(f"'format' is {form!r}, and must be 2 or {FORMAT}")
+            check_header(self.header)
+        except ValueError as error:
+            raise DataError(
+                f"the manifest of the checkpoint {folder} is invalid: {error}: {WAY_OUT}"
+            ) from error
 
     def verify(self, folder: Path) -> None:
         """Raise DataError naming a file of `folder` that is not as it was written."""
@@ -188,8 +208,9 @@ def _read_manifest(folder: Path) -> Manifest:
         with open_regular(path) as file:  # the base's may be anything
             found = json.loads(file.read())
         body = found["checkpoint"]
-        files = {name: [(end, crc) for end, crc in of] for name, of in body["files"].items()}
-        manifest = Manifest(dict(body["header"]), files)
+        if not isinstance(body["header"], dict):
+            raise ValueError("'header' is no mapping")
+        manifest = Manifest(body["header"], check_files(body["files"]))
         if found["crc32"] != manifest.crc32:
             raise ValueError("its checksum is another one")
     except FileNotFoundError as error:
@@ -402,7 +423,10 @@ class BlockReader(FileSystemReader):
         """Raises DataError for a list of values that is damaged."""
         super().__init__(folder)
         self._manifest = manifest
-        ((length, _),) = manifest.files.get(METADATA) or [(0, 0)]
+        marks = manifest.files.get(METADATA, [])
+        if len(marks) != 1:
+            raise _damaged(folder, METADATA, len(manifest.files))
+        ((length, _),) = marks
         own = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
         # The list of values may name anything: nothing is opened that the manifest does not have.
         for info in own.storage_data.values():
@@ -649,4 +673,7 @@ def _of_format_2(folder: Path) -> Manifest:
                 start, crc = end, zlib.crc32(file.read(end - start), crc)
                 files[name].append((end, crc))
     header = BlockReader(folder, Manifest({}, files)).whole(TRAINER_KEY)
-    return Manifest(json.loads(json.loads(header.numpy().tobytes())), files)
+    try:
+        return Manifest(dict(json.loads(json.loads(header.numpy().tobytes()))), files)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{folder} has no header ({error}): {WAY_OUT}") from error

@@ -236,3 +236,89 @@ def test_a_list_of_values_has_the_structure_of_one(copy, tmp_path, capsys, main,
     assert main(words_for(main, folder, tmp_path)) == 1
     output = "".join(capsys.readouterr())
     assert "Traceback" not in output and f"{folder}/.metadata is no list of values" in output
+
+
+# -----------------------------------------------------------------------------
+# Manifests.
+
+
+def without(*path: str) -> Callable[[dict[str, Any]], None]:
+    def change(header: dict[str, Any]) -> None:
+        *parents, key = path
+        for parent in parents:
+            header = header[parent]
+        del header[key]
+
+    return change
+
+
+def with_value(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
+    def change(header: dict[str, Any]) -> None:
+        *parents, key = path
+        for parent in parents:
+            header = header[parent]
+        header[key] = value
+
+    return change
+
+
+REQUIRED = ["format", "step", "run", "loss_digest"]
+HEADERS = {f"no {key}": (without(key), key) for key in REQUIRED}
+HEADERS |= {
+    f"no run.{key}": (without("run", key), f"run.{key}")
+    for key in ("mode", "world_size", "dtype", "optimizer", "seed", "tables", "data")
+}
+HEADERS |= {
+    f"{'.'.join(path)}={value!r}"[:40]: (with_value(value, *path), ".".join(path))
+    for value, *path in (
+        *(("four", "step"), (-1, "step"), (True, "step"), (None, "step"), (10**30, "step")),
+        *(("3", "format"), (None, "format"), (1, "format"), ("zz", "loss_digest")),
+        *(([], "run"), ("all", "run", "tables"), ([["t", "9", 4]], "run", "tables")),
+        *(([1], "run", "data"), ("one", "run", "world_size"), (1, "metrics"), (1, "phase")),
+        *(({}, "phase"), (5, "base"), ({"folder": "step_00000002"}, "base")),
+        *(({"like": {}}, "loop"), (7, "loop")),
+    )
+}
+
+
+@pytest.mark.parametrize(("change", "key"), HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("main", [checkpoint.main, export.main], ids=["verify", "export"])
+def test_a_header_that_is_invalid_is_refused_by_its_key(copy, tmp_path, capsys, main, change, key):
+    body = body_of(copy)
+    change(body["header"])
+    sign(copy, body)
+    assert main(words_for(main, copy, tmp_path)) == 1
+    output = "".join(capsys.readouterr())
+    assert "Traceback" not in output and str(copy) in output
+    assert f"'{key}" in output or (key == "base" and "rests on" in output), output
+    assert not (tmp_path / "tables").exists()
+
+
+@pytest.mark.parametrize("marks", ["text", [["1", 2]], [[5, 1], [3, 1]], [[1]], [[-1, 0]], [1]])
+def test_marks_of_blocks_that_are_invalid_are_refused_by_their_file(copy, capsys, marks):
+    body = body_of(copy)
+    body["files"]["__0_0.distcp"] = marks
+    sign(copy, body)
+    assert checkpoint.main([f"verify={copy}"]) == 1
+    assert "the blocks of '__0_0.distcp' have no" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "export", "checkpoint"])
+def test_a_newer_format_is_refused_by_every_command(copy, tmp_path, name):
+    body = body_of(copy)
+    body["header"]["format"] = 4
+    sign(copy, body)
+    code, output = command(*COMMANDS[name](copy), folder=tmp_path)
+    assert code == 1 and "Traceback" not in output
+    assert f"{copy} has checkpoint format 4, this version reads up to" in output
+
+
+@pytest.mark.parametrize(
+    "change", [without("run", "tables"), with_value("four", "step"), with_value({}, "phase")]
+)
+def test_a_run_does_not_start_from_an_invalid_header(copy, tmp_path, change):
+    body = body_of(copy)
+    change(body["header"])
+    sign(copy, body)
+    code, output = command(*COMMANDS["train"](copy), folder=tmp_path)
+    assert code == 1 and "Traceback" not in output and "the manifest of the checkpoint" in output

@@ -331,6 +331,9 @@ def test_another_loops_checkpoint_is_refused_by_name_and_changes_nothing(saved, 
     elif other == "run":
         manifest = Manifest.read(saved)
         del manifest.header["loop"]
+        described = dict(mode="data", world_size=1, dtype="float32", optimizer="sgd", seed=0)
+        described |= dict(global_batch_size=8, steps_per_epoch=None, tables=[], data=[])
+        manifest.header.update(run=described, loss_digest="")
         (saved / "manifest.json").unlink()
         manifest.write(saved)
         match = "no checkpoint of distcache.save.*trainer.resume"
