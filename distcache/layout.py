@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -43,10 +44,38 @@ def whole_number(value: Any, field: str, table: str) -> int:
         ) from error
 
 
+_LONGEST_FILE_STEM = 225
+"""Bytes of a table's file name at most: file systems have 255, of which suffixes take some."""
+
+
+def file_stem(name: str) -> str:
+    """The name of a table's file, without its suffix; `urllib.parse.unquote` gives `name` back.
+
+    Letters beyond ASCII, separators and control characters are percent-encoded, and so is a dot at
+    the beginning, which would hide the file. Raises ConfigError for a name that names no file.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"table {name!r}: a table's name is a text of at least one letter")
+    try:
+        stem = quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"table {name!r}: the name cannot be written in UTF-8") from error
+    if stem.startswith("."):
+        stem = f"%2E{stem[1:]}"
+    if len(stem) > _LONGEST_FILE_STEM:
+        raise ConfigError(
+            f"table {name[:40]!r}...: the name of {len(name)} characters takes {len(stem)} bytes "
+            f"in a file's name, and {_LONGEST_FILE_STEM} is the most (beyond ASCII a character "
+            "takes 6 to 12): give a shorter one"
+        )
+    return stem
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """One embedding table: `rows` x `dim`, read by one or more features.
 
+    `name`: one that `file_stem` can make a file name of.
     `dtype`: of its weights where they are stored, cached and moved, one of `HALVES`; None: that in
     which they are updated, and which their optimizer state always has.
     """
@@ -61,6 +90,7 @@ class TableSpec:
     def __post_init__(self) -> None:
         for field in ("rows", "dim"):  # NumPy's integers overflow, and have no place in a file
             object.__setattr__(self, field, whole_number(getattr(self, field), field, self.name))
+        file_stem(self.name)
         if self.rows < 1 or self.dim < 1:
             raise ConfigError(
                 f"table {self.name!r} has {self.rows} rows x {self.dim}: both must be at least 1"

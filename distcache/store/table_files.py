@@ -11,23 +11,24 @@ import io
 import json
 import logging
 import os
+import re
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import quote
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distcache.errors import ConfigError, DataError, DistcacheError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, file_stem
 from distcache.ops.reference import as_numpy
 from distcache.store.memory import describe_bytes
 
@@ -83,14 +84,16 @@ def write_tables(
     """Write tables to `folder`, each to a file of its own, in a format of `FORMATS`.
 
     `rows`: of Parquet, the ids of each table that are written, int64, ascending and distinct; None:
-    all. Raises ConfigError for another format, DistcacheError where a file cannot be written.
+    all. Raises ConfigError for another format, and for names of tables that are no file names,
+    before anything is written; DistcacheError where a file cannot be written.
     """
     if form not in FORMATS or (rows is not None and form != "parquet"):
         raise ConfigError(
             f"format={form}: give one of {', '.join(FORMATS)}; parquet for chosen rows"
         )
+    stems = _file_stems(tables)
     for name, table in tables.items():
-        path = folder / f"{quote(name, safe='')}.{form}"
+        path = folder / f"{stems[name]}.{form}"
         again = ", in place of an older one" if path.exists() else ""
         count = table.shape[0] if rows is None else len(rows[name])
         with _new_file(path) as file:
@@ -100,6 +103,29 @@ def write_tables(
                 _write_safetensors(file, f"{name}.weight", table)
         size = describe_bytes(path.stat().st_size)
         log.info("%s: %s rows, %s%s", path, f"{count:,}", size, again)
+
+
+def _file_stems(names: Iterable[str]) -> dict[str, str]:
+    """The file name of each table, without its suffix.
+
+    Names that differ only in case have their capitals percent-encoded: on a file system that
+    ignores case (macOS, Windows, many shares) one file would take the place of another.
+    """
+    stems = {name: file_stem(name) for name in names}
+    counts = Counter(stem.lower() for stem in stems.values())
+    return {
+        name: _encoded_capitals(stem) if counts[stem.lower()] > 1 else stem
+        for name, stem in stems.items()
+    }
+
+
+def _encoded_capitals(stem: str) -> str:
+    """A percent-encoded name without capitals but in its codes, whose case means nothing."""
+    parts = re.split(r"(%[0-9A-F]{2})", stem)
+    return "".join(
+        part if part.startswith("%") else re.sub("[A-Z]", lambda own: f"%{ord(own[0]):X}", part)
+        for part in parts
+    )
 
 
 @contextmanager
