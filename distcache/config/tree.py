@@ -279,8 +279,8 @@ class TrainerConfig:
     """`auto`: go on from the newest whole checkpoint of `run.dir`, if it has one; `never`; or the
     run folder, or one of its `checkpoints/`, to go on from."""
     init_from: str | None = None
-    """A run folder, a checkpoint, or a folder of `*.safetensors`, of whose values tables and dense
-    parameters of the same names start; where the run resumes it is not read."""
+    """A run folder, a checkpoint, or a folder of `*.safetensors`: tables and dense parameters start
+    from its values of the same names (docs/checkpoints.md). A run that resumes does not read it."""
     init_names: Any = None
     """What tables are called in `init_from`, `{table: name}`, where that is another name."""
     checkpoint_every: Any = "30min"

@@ -278,7 +278,8 @@ def find_weights(
     unknown = set(names) - {table.name for table in tables}
     for index, table in enumerate(tables):
         name = str(names.get(table.name, table.name))
-        fitting = [own for own in (name, f"{name}.weight") if own in stored]
+        exact = (name, f"{name}.weight", f"tables.{name}.weight")  # the last one of a checkpoint
+        fitting = [own for own in exact if own in stored]
         fitting = fitting or [own for own in stored if own.endswith(f".{name}.weight")]
         if len(fitting) > 1 or (table.name in names and not fitting):
             unknown.add(name)

@@ -77,10 +77,13 @@ def init_from(
     """Let tables and dense parameters of a new `mode` start from those of the same names in a
     checkpoint, or in the `*.safetensors` of a folder; called by all ranks.
 
-    `names`: of tables, what they are called there. Raises ConfigError for what does not fit, and
-    DataError for damaged files, on all ranks.
+    `names`: of tables, what they are called there. A warning names the dense parameters that are
+    not stored there. Raises ConfigError for what does not fit, and DataError for damaged files, on
+    all ranks.
     """
     found, dense, said = dict[int, Stored](), dict[str, Stored](), ""
+    drawn: list[str] = []  # dense parameters that nothing is stored for
+    unused: list[str] = []  # stored tensors that are no table of this run, nor a dense parameter
 
     def find() -> None:
         nonlocal said
@@ -90,6 +93,8 @@ def init_from(
         found.update(weights)
         for name, parameter in mode.dense_state().items():
             value = stored.get(f"dense.{name}") or stored.get(name)
+            if value is None:
+                drawn.append(name)
             if value is not None and value.shape != parameter.shape:
                 raise ConfigError(
                     f"dense parameter {name!r} has shape {list(parameter.shape)}, and "
@@ -98,6 +103,13 @@ def init_from(
                 )
             if value is not None:
                 dense[name] = value
+        used = {id(value) for value in (*found.values(), *dense.values())}
+        prefix = "dense." if folders else ""  # a checkpoint has optimizer state beside these
+        unused.extend(
+            name
+            for name, value in stored.items()
+            if name.startswith(prefix) and id(value) not in used
+        )
 
     together(world, find)
     for index, value in found.items():
@@ -107,3 +119,15 @@ def init_from(
         state[name].copy_(value.block(0, value.shape[0]))
     if world.is_first:
         logger.info("from %s: %s; %d of %d dense parameters", path, said, len(dense), len(state))
+        if drawn:
+            logger.warning(
+                "trainer.init_from=%s: %d of %d dense parameters are not stored there and keep "
+                "their initial values: %s; stored and not used: %s",
+                *(path, len(drawn), len(state), _listed(drawn), _listed(unused) or "none"),
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
