@@ -98,8 +98,8 @@ def config_of(line: Line[EvaluateConfig]) -> str:
 
 
 def evaluate(config: Config, world: World, predictions: Path | None, metrics: Path | None) -> None:
-    """Evaluate the checkpoint `config.trainer.resume` on the held-out batches, of which there are
-    `trainer.eval_steps` (0: all); called by all ranks.
+    """Evaluate the checkpoint `config.trainer.resume` on `trainer.eval_steps` held-out batches, or
+    `all` of them; called by all ranks.
 
     `predictions`: a file of `write_predictions`; `metrics`: a JSON file; rank 0 writes both. Raises
     ConfigError where it cannot, or where checkpoint, data and settings do not go together.
@@ -110,10 +110,15 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
         build.verify_files(source.files.files, world, run_dir)
     tables = build.build_tables(config, source)
     model = build.build_dense(config, tables, source.dense_features)
-    wanted = config.trainer.eval_steps or source.eval_batches or 0
-    schedule = make_schedule(source, 0, 0, None, wanted)  # nothing but one evaluation
-    none = "no batches are held out: give data.held_out, data.held_out_path or, for data without "
-    refuse_if(not schedule.eval_batches, f"{none}an end, trainer.eval_steps")
+    refuse_if(
+        config.trainer.eval_steps == 0,
+        "trainer.eval_steps=0 evaluates nothing: give trainer.eval_steps=all, or a number",
+    )
+    schedule = make_schedule(source, 0, 0, None, config.trainer.eval_steps)
+    refuse_if(
+        not schedule.eval_batches,
+        "no batches are held out: give data.held_out or data.held_out_path",
+    )
     # Nothing goes on here that depends on the number of ranks: that of the run is as good as any.
     was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
     own = identity_of(config, world, source, tables)

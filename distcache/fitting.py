@@ -329,6 +329,7 @@ def own_config(parallel: str, optimizer: str, given: Mapping[str, Any], tables: 
     config.data.table_rows = [1] * tables
     config.model.dense_arch = config.model.over_arch = []
     config.parallel.mode, config.optim.name = parallel, optimizer
+    config.trainer.eval_steps = "all"
     config.run.dir = "runs/own"
     config.run.overwrite = "run.dir" not in given  # the default folder is the latest run's
     _check_own_keys(given)
@@ -403,7 +404,7 @@ def fit(
     `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s. `model(dense [b, F], pooled
     [b, sum of widths]) -> logits [b]`; all ranks start from rank 0's weights. `parallel`: `data`,
     `resident`, `host` or `hybrid`; `optimizer`: a value of the key `optim`.
-    `eval_loader`: held-out items, all of them (or `trainer.eval_steps` each time), at the end and
+    `eval_loader`: held-out items, all of them (or `trainer.eval_steps` batches), at the end and
     every `trainer.eval_every` steps. `settings`: keys of the command line, such as
     `{"cache.rows": 10_000, "optim.dense_lr": 0.01}`, but not what the arguments say (mode and
     optimizer, model, tables, data); with `data.global_batch_size` where a prediction decides
@@ -434,7 +435,8 @@ def fit(
     try:
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs, model))
-        count = count_evaluation(own_world, eval_loader, config.trainer.eval_steps or None)
+        steps = config.trainer.eval_steps
+        count = count_evaluation(own_world, eval_loader, None if steps == "all" else steps)
         run_dir = Path(config.run.dir)
         again = "run.dir" in given and is_restart()  # else the folder may be of another call
         begun: list[Any] = []

@@ -197,8 +197,8 @@ def open_run_folder(
     is_own = config.trainer.resume == "auto" and is_unfinished(run_dir, config)
     if kept and is_own and not config.run.overwrite:
         log.info(
-            f"run folder {run_dir} has this run without a complete checkpoint (it was killed before "
-            "its first one): starting from the beginning"
+            f"run folder {run_dir} has this run without a complete checkpoint, as if it was killed "
+            "before the first one: starting from the beginning"
         )
     elif kept and not config.run.overwrite:
         names = ", ".join(path.name for path in kept)

@@ -10,6 +10,7 @@ from typing import Any
 
 def ruled(default: Any, **metadata: Any) -> Any:
     """A field with rules: `choice`, `least`, `counted` (`auto` or a whole number of at least that),
+    `all_or` (`all` or such a number),
     `share` (its default, or a number within such bounds as `(0, 1]`), `only` (see `only_of`)."""
     if isinstance(default, list):
         return dataclass_field(default_factory=lambda: list(default), metadata=metadata)

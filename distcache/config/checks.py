@@ -98,6 +98,13 @@ def auto_or_count(key: str, value: Any, least: int = 0) -> None:
     refuse_if(wrong, f"{key}={value} is out of range: {how}")
 
 
+def all_or_count(key: str, value: Any, least: int = 0) -> None:
+    """Raise ConfigError unless `value` is `all` or a whole number from `least` on."""
+    fix = f"give all, or a whole number of at least {least}"
+    wrong = value != "all" and not _is_count(value, least)
+    refuse_if(wrong, f"{key}={value} is out of range: {fix}")
+
+
 def _within(key: str, value: Any, bounds: str) -> None:
     """Raise ConfigError unless `value` is a number within `bounds`, such as `(0, 1]`."""
     inside = _is_number(value) and 0 <= value <= 1
@@ -106,7 +113,13 @@ def _within(key: str, value: Any, bounds: str) -> None:
         raise ConfigError(f"{key}={value} is a share: give a number {low} and {high}")
 
 
-_RULES = {"choice": one_of, "least": at_least, "counted": auto_or_count, "share": _within}
+_RULES = {
+    "choice": one_of,
+    "least": at_least,
+    "counted": auto_or_count,
+    "all_or": all_or_count,
+    "share": _within,
+}
 """The checks of a field's rules, by name."""
 
 
@@ -431,7 +444,7 @@ def _trainer(config: Config) -> Refusals:
         "trainer.steps=null means one epoch, but data.samples=null is a stream without an end: "
         "give trainer.steps=<steps> or data.samples=<samples of an epoch>": endless,
         f"trainer.eval_every={trainer.eval_every} with trainer.eval_steps=0 evaluates nothing: "
-        "give trainer.eval_steps=<batches>, or leave eval_every out": nothing,
+        "give trainer.eval_steps=all or a number of batches, or leave eval_every out": nothing,
         f"trainer.timeout_s={trainer.timeout_s}: give seconds above 0": no_time,
     }
 

@@ -261,8 +261,8 @@ class TrainerConfig:
     not one of your own, which may do in Python what a graph leaves out. All modes but `hybrid`."""
     eval_every: int | None = least(1, None)
     """Training steps between evaluations; null: only at the end."""
-    eval_steps: int = least(0, 0)
-    """Global batches of one evaluation; 0: none."""
+    eval_steps: Any = ruled(0, all_or=0)
+    """Global batches of one evaluation: `all` held-out ones, or at most so many; 0: none."""
     log_every: int = least(1, 100)
     """Training steps between log lines."""
     log_level: str = "INFO"

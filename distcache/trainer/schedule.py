@@ -145,14 +145,25 @@ class Schedule:
 
 
 def make_schedule(
-    source: BatchSource, first_step: int, steps: int | None, eval_every: int | None, eval_steps: int
+    source: BatchSource,
+    first_step: int,
+    steps: int | None,
+    eval_every: int | None,
+    eval_steps: int | str,
 ) -> Schedule:
-    """The schedule of `trainer.steps`, `eval_every` and `eval_steps` over `source`.
+    """Return the schedule of `trainer.steps`, `eval_every` and `eval_steps` over `source`.
 
-    `steps` None is one epoch; more than an epoch repeats it. At most as many batches are
-    evaluated as are held out.
+    `steps` None is one epoch; more than an epoch repeats it. `eval_steps`: `all` held-out batches,
+    or at most so many. Raises ConfigError for `all` of a stream without an end.
     """
     held_out = source.eval_batches
+    if eval_steps == "all":
+        if held_out is None:
+            raise ConfigError(
+                "trainer.eval_steps=all, but the held-out samples of this source have no end: "
+                "give a number of batches"
+            )
+        eval_steps = held_out
     return Schedule(
         first_step=first_step,
         steps=source.steps_per_epoch if steps is None else steps,

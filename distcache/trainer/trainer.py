@@ -442,7 +442,8 @@ class Run:
         if isinstance(self.source, HotColdSource):
             phase = start.phase or Phase(self.config.data.phase_rate)
             schedule = PhasedSchedule(**vars(schedule), phase=phase, sizes=self.source.sizes)
-        if self.world.is_first and schedule.eval_batches < want.eval_steps:
+        is_short = want.eval_steps != "all" and schedule.eval_batches < want.eval_steps
+        if self.world.is_first and is_short:
             held_out = f"no more than {schedule.eval_batches} batches are held out"
             logger.warning(f"trainer.eval_steps={want.eval_steps}, but {held_out}")
         return schedule

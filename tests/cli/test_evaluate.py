@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launching import train
@@ -60,6 +61,34 @@ def test_metrics_and_predictions_are_those_of_training_at_any_number_of_ranks(ho
     assert log_loss(rows["logit"], rows["label"]) == found[1][0]["logloss"]
     np.testing.assert_allclose(rows["probability"], 1 / (1 + np.exp(-rows["logit"])), rtol=1e-12)
     assert {path: path.stat().st_mtime_ns for path in (home / "run").rglob("*")} == before
+
+
+def test_the_number_of_batches_means_the_same_in_train_and_evaluate(home):
+    ids = np.arange(200) % 30
+    table = pa.table({"label": ids % 2, "a": ids, "b": ids})
+    pq.write_table(table, home / "clicks.parquet")
+    finite = ("data=parquet", "data.path=clicks.parquet", "data.id_columns=[a,b]")
+    finite += ("data.held_out=0.4", "data.global_batch_size=32")  # 80 held-out samples
+    words = [*finite, "trainer.steps=1", "run.dir=all", "run.save=true", "trainer.eval_steps=all"]
+    done = train([*SMALL, *words], home, 1, ("-m", "distcache.train"))
+    assert done.returncode == 0, done.stderr
+    trained = json.loads((home / "all" / "summary.json").read_text())
+    for count, samples in (("all", None), (2, 64), (99, None)):
+        said, rows = evaluated(home, 1, "resume=all", f"trainer.eval_steps={count}")
+        assert said["samples"] == (samples or len(rows["label"]))
+        if samples is None:
+            assert said["auc"] == pytest.approx(trained["eval_auc"], rel=1e-12)
+            assert said["samples"] == 80
+    refused = train(["resume=all", "trainer.eval_steps=0"], home, 1, ("-m", "distcache.evaluate"))
+    assert refused.returncode == 1
+    assert "trainer.eval_steps=0 evaluates nothing: give trainer.eval_steps=all" in refused.stderr
+    none = [*SMALL, *finite, "trainer.steps=1", "run.dir=none", "trainer.eval_steps=0"]
+    done = train(none, home, 1, ("-m", "distcache.train"))
+    assert done.returncode == 0 and "AUC" not in done.stdout
+    assert json.loads((home / "none" / "summary.json").read_text())["eval_auc"] is None
+    endless = ["trainer.eval_steps=all", "run.dir=endless"]
+    done = train([*SMALL, *endless], home, 1, ("-m", "distcache.train"))
+    assert done.returncode == 1 and "trainer.eval_steps=all" in done.stderr
 
 
 def test_a_checkpoint_and_other_batches(home):

@@ -57,7 +57,7 @@ REFUSED = {
     "trainer.amp=bf16 trainer.dtype=float64": ("trainer.amp=bf16", "trainer.dtype=float32"),
     "trainer.resume=/no/such/run": ("trainer.resume=/no/such/run is no folder", "run folder"),
     "trainer.steps=null": ("trainer.steps=null", "data.samples=<"),
-    "trainer.eval_every=5 trainer.eval_steps=0": ("trainer.eval_every=5", "eval_steps=<"),
+    "trainer.eval_every=5 trainer.eval_steps=0": ("trainer.eval_every=5", "eval_steps=all"),
     "trainer.log_level=loud": ("trainer.log_level=LOUD", "DEBUG"),
     "trainer.timeout_s=0": ("trainer.timeout_s=0", "above 0"),
     "model.over_arch=[64,2]": ("model.over_arch=[64, 2]", "append a 1"),
@@ -160,6 +160,8 @@ def sides(rule) -> tuple[list, list]:
         return ["mru"], rule["choice"]
     if "counted" in rule:
         return [rule["counted"] - 1, "far", True, 1.5], ["auto", rule["counted"]]
+    if "all_or" in rule:
+        return [rule["all_or"] - 1, "auto", True, 1.5], ["all", rule["all_or"] + 1]
     if "share" in rule:
         low, high = rule["share"][0] == "(", rule["share"][-1] == ")"
         ends = [0] * low + [1] * high, [0] * (not low) + [1] * (not high)
