@@ -206,7 +206,7 @@ def read_user_lines(files: Sequence[InputFile], bad: BadLines, is_named: bool = 
         raise DataError(
             f"data.path: every line of {files[0].path} has {width} fields, so they may be "
             f"{', '.join(_FIELDS[:width])} or a user and {width - 1} items: give data.format=csv "
-            "for the first (with data.delimiter=tab or space), or data.format=lines for the second"
+            "for the first, or data.format=lines for the second"
         )
     found = np.zeros(len(users), INTERACTION)
     found["user"], found["item"] = users, items
