@@ -106,8 +106,9 @@ class CachedCollection(nn.Module):
         """That in which embeddings come out."""
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
-        self.trainable = nn.Parameter(torch.empty(0, device=where))
-        """Empty: its `requires_grad` says whether the tables train."""
+        self.trainable = nn.Parameter(torch.empty(0, 1, device=where))
+        """Empty: its `requires_grad` says whether the tables train. It has two dimensions because
+        some optimizers ask for the width of what they update."""
 
     def _key_of(self, table: str) -> str:
         """The name of a table in a `state_dict`."""
@@ -121,6 +122,7 @@ class CachedCollection(nn.Module):
     def tables(self) -> CollectionTables:
         """The tables; made now, by all ranks, if they are not there yet."""
         self._take_device()
+        self._member.trainable = self.trainable
         return self._member.tables
 
     @property
@@ -554,7 +556,7 @@ class CachedCollection(nn.Module):
             probe = fn(torch.empty(0, dtype=dtype, device=device))
         except NotImplementedError:  # 'meta' has no data that could be copied, nor is there any
             probe = fn(torch.empty(0, dtype=dtype, device="cpu"))
-            flag = torch.empty(0, device="cpu")
+            flag = torch.empty(0, 1, device="cpu")
             self.trainable = nn.Parameter(flag, self.trainable.requires_grad)
         if probe.dtype != dtype or (probe.device != device and self._member.made is not None):
             way = "with device=, or move it before its first use"

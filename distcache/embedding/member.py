@@ -65,6 +65,9 @@ class Membership:
         self.was_copied = False
         """Whether a copy of the collection was made, and said what it is."""
         self._alone, self._closed, self._error = False, False, ""
+        self.trainable: nn.Parameter | None = None
+        """The empty parameter of the collection, to which `apply_optimizer_in_backward` on all of
+        its parameters attaches an optimizer."""
         self._forward_lock = threading.RLock()
         self._training_thread: threading.Thread | None = None
         self._initial = draw_weights(recipe)
@@ -81,7 +84,8 @@ class Membership:
         process group, or where a group of several ranks came after the tables were made for this
         process alone, and where there are no tables, or no device; PlanError once closed.
         """
-        if self.made is not None and not (self._closed or self.weights or self._alone):
+        is_given = bool(self.weights) or self._has_attached()
+        if self.made is not None and not (self._closed or is_given or self._alone):
             return self.made
         with _making:
             return self._make_tables()
@@ -91,7 +95,7 @@ class Membership:
         name = self.recipe.name
         if self._closed:
             raise PlanError(f"the {name} is closed: make a new one")
-        if self.weights:
+        if self.weights or self._has_attached():
             self._adopt()
         if self.made is None and not self._error:
             self._require_tables()
@@ -238,24 +242,35 @@ class Membership:
         """The tables whose parameters want no gradient."""
         return {name for name, weight in self.weights.items() if not weight.requires_grad}
 
+    def _has_attached(self) -> bool:
+        """Return True if an optimizer was attached to the collection's empty parameter."""
+        return self.trainable is not None and "_optimizer_classes" in vars(self.trainable)
+
     def _adopt(self) -> None:
-        """Take the optimizer that `apply_optimizer_in_backward` gave all weights, if it did; by all
-        ranks, between two steps. Raises ConfigError where there is one already."""
+        """Take the optimizer that `apply_optimizer_in_backward` gave all tables, if it did.
+
+        It was called on their weights, or on the parameters of the collection or of a model around
+        it. Called by all ranks between two steps. Raises ConfigError if there is one already.
+        """
+        holders = dict(self.weights)
+        if self._has_attached():
+            holders = {n: w for n, w in holders.items() if "_optimizer_classes" in vars(w)}
+            holders["all tables"] = self.trainable
         has_none = isinstance(self.recipe.update, NoUpdate)
-        found = read_in_backward_optimizer(self.weights, allow_some=not has_none)
+        found = read_in_backward_optimizer(holders, allow_some=not has_none)
         if found is None or found == self._adopted:
             return
         if not has_none:
             raise ConfigError(
-                f"the weights of this {self.recipe.name} were given {found[0].__name__} in "
-                f"backward, but it was made with {self.recipe.update}: leave out one of them"
+                f"the tables of this {self.recipe.name} were given {found[0].__name__} in "
+                f"backward, but have {self.recipe.update}: leave out one of them"
             )
         update, parameters = convert_optimizer(*found), self.recipe.parameters
         self._adopted = found
         self.recipe = replace(self.recipe, updates=[update], in_backward=True)
         parameters.take([update])
-        for weight in self.weights.values():
-            for optimizer in weight._in_backward_optimizers:  # type: ignore[attr-defined]
+        for holder in holders.values():
+            for optimizer in vars(holder).get("_in_backward_optimizers", ()):
                 optimizer.param_groups = parameters.groups  # its rate is the rows'
                 vars(optimizer).pop("state", None)  # as large as the table, and of no use
         if self.made is not None:

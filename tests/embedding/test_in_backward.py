@@ -68,6 +68,10 @@ def fused(tables=None, **how):
 def given(name: str, how: str):
     """A collection with the optimizer in one of TorchRec's ways."""
     kind, settings, _ = GIVEN[name]
+    if how == "module":
+        ebc = fused()
+        in_backward(kind, nn.ModuleDict({"collection": ebc}).parameters(), settings)
+        return ebc
     if how != "applied":
         about = {"optimizer" if how == "class" else "optimizer_type": kind}
         return fused(optimizer_kwargs=settings, **about)
@@ -77,7 +81,7 @@ def given(name: str, how: str):
 
 
 @pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("how", ["class", "fused", "applied"])
+@pytest.mark.parametrize("how", ["class", "fused", "applied", "module"])
 @pytest.mark.parametrize("name", GIVEN)
 def test_rows_are_updated_inside_backward(name, how) -> None:
     """With the bits of ours and its `step`, and as TorchRec's own tables are."""
@@ -221,7 +225,7 @@ def test_what_rows_do_not_have_is_refused() -> None:
         for some in (4, 1):
             ebc = fused(**how)
             sgd([views(ebc)[f"t{i}"].weight for i in range(some)], {"lr": 0.1})
-            with pytest.raises(ConfigError, match=r"given SGD in backward, but .* with Adam\("):
+            with pytest.raises(ConfigError, match=r"given SGD in backward, but have Adam\("):
                 loss_of(dlrm(ebc), data[0])
     ebc = given("sgd", "applied")
     loss_of(dlrm(ebc), data[0])
