@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import distcache
@@ -160,3 +161,26 @@ def test_optimizer_state_can_be_built_anew_from_its_items() -> None:
     assert before.keys() == after.keys() and len(before) > 1
     assert all(torch.equal(before[name], after[name]) for name in before)
     ebc.close()
+
+
+def test_state_by_parameter_names_is_refused_with_the_remedy() -> None:
+    model = nn.ModuleDict({"ebc": collection(), "top": nn.Linear(4, 1)})
+    dense = torch.optim.Adam(model["top"].parameters())
+    for optimizer in (model["ebc"].optimizer, distcache.RowsAndDense(dense, model)):
+        with pytest.raises(PlanError, match=r"distcache\.save and distcache\.load"):
+            get_state_dict(model, optimizer)
+        with pytest.raises(PlanError, match=r"distcache\.save and distcache\.load"):
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=model.state_dict(),
+                optim_state_dict={"state": {}, "param_groups": []},
+            )
+    model["top"](model["ebc"](ids(1)).values()).sum().backward()
+    dense.step()
+    model["ebc"].step()
+    weights, state = get_state_dict(model, dense)
+    assert weights["ebc.embedding_bags.t.weight"].shape == (9, 4)
+    assert "top.weight" in state["state"]
+    set_state_dict(model, dense, model_state_dict=weights, optim_state_dict=state)
+    model["ebc"].close()
