@@ -19,6 +19,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from distcache.comm.link import agree_on, on_first, together
+from distcache.embedding.flag import make_flag
 from distcache.embedding.ids import IdReader, KeyedJaggedTensor, checked_configs, lookups_of
 from distcache.embedding.member import Membership
 from distcache.embedding.open_step import OpenStep
@@ -106,9 +107,8 @@ class CachedCollection(nn.Module):
         """That in which embeddings come out."""
         self.is_aside = False
         """While set, `state_dict` and `load_state_dict` pass over the tables."""
-        self.trainable = nn.Parameter(torch.empty(0, 1, device=where))
-        """Empty: its `requires_grad` says whether the tables train. It has two dimensions because
-        some optimizers ask for the width of what they update."""
+        self.trainable = make_flag(where)
+        """Empty: its `requires_grad` says whether the tables train."""
 
     def _key_of(self, table: str) -> str:
         """The name of a table in a `state_dict`."""
@@ -556,8 +556,7 @@ class CachedCollection(nn.Module):
             probe = fn(torch.empty(0, dtype=dtype, device=device))
         except NotImplementedError:  # 'meta' has no data that could be copied, nor is there any
             probe = fn(torch.empty(0, dtype=dtype, device="cpu"))
-            flag = torch.empty(0, 1, device="cpu")
-            self.trainable = nn.Parameter(flag, self.trainable.requires_grad)
+            self.trainable = make_flag("cpu").requires_grad_(self.trainable.requires_grad)
         if probe.dtype != dtype or (probe.device != device and self._member.made is not None):
             way = "with device=, or move it before its first use"
             way = "with dtype=" if probe.dtype != dtype else way

@@ -203,9 +203,19 @@ class StepParameters:
             group |= {"lr": own.lr, "weight_decay": own.weight_decay}
 
     def updates(self, update: RowUpdate) -> list[RowUpdate]:
-        """`update` of each table, with the rate and the decay that the groups have now."""
+        """Return `update` for each table, with the rate and the decay that its group has now.
+
+        Raises ConfigError for an entry that schedulers of momentum add, because rows ignore it.
+        """
         found = list[RowUpdate]()
         for group in self.groups:
+            for name in ("momentum", "betas"):
+                if name in group:
+                    raise ConfigError(
+                        f"a parameter group of the rows has {name}={group[name]!r}, which a "
+                        "scheduler sets and rows do not read: rows have lr and weight_decay. Give "
+                        "the scheduler cycle_momentum=False, or the dense optimizer alone"
+                    )
             lr, decay, own = float(group["lr"]), float(group["weight_decay"]), update
             if (lr, decay) != (own.lr, own.weight_decay):
                 own = replace(own, lr=lr, weight_decay=decay)

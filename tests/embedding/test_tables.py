@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -184,3 +186,67 @@ def test_state_by_parameter_names_is_refused_with_the_remedy() -> None:
     assert "top.weight" in state["state"]
     set_state_dict(model, dense, model_state_dict=weights, optim_state_dict=state)
     model["ebc"].close()
+
+
+# -----------------------------------------------------------------------------
+# Loops over parameters.
+
+
+def initialise(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.constant_(parameter.data, 0.5)
+
+
+def penalise(module: nn.Module) -> None:
+    sum((parameter**2).sum() for parameter in module.parameters())
+
+
+def add_norms(module: nn.Module) -> None:
+    sum(parameter.norm(2) for parameter in module.parameters())
+
+
+def train(module: nn.Module) -> None:
+    module(torch.arange(3)).sum().backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    torch.optim.AdamW(module.parameters()).step()
+    module.step()
+    module.zero_grad()
+    module.requires_grad_(False).requires_grad_(True)
+    torch.optim.swa_utils.AveragedModel(module).update_parameters(module)
+
+
+@pytest.mark.parametrize("loops", [("initialise",), ("train", "penalise", "add_norms")])
+def test_a_loop_over_parameters_that_misses_the_tables_warns_once(loops) -> None:
+    program = f"""
+import sys, warnings
+sys.path[:0] = {sys.path!r}
+import torch, distcache
+from embedding import test_tables
+embedding = distcache.CachedEmbedding(9, 4, device="cpu", optimizer=distcache.optim.SGD(lr=0.5))
+messages = []
+for loop in {[loop for loop in loops for _ in range(2)]}:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        getattr(test_tables, loop)(embedding)
+    new = [str(warning.message) for warning in caught if "cached collection" in str(warning)]
+    assert not new or loop != "train", new
+    messages += new
+assert len(messages) == 1, messages
+assert all(word in messages[0] for word in ("init_fn", "load_table", "weight_decay")), messages
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_scheduler_that_cycles_momentum_is_refused() -> None:
+    embedding = distcache.CachedEmbedding(9, 4, device="cpu", optimizer=SGD)
+    dense = nn.Linear(4, 1)
+    model = nn.ModuleList([embedding, dense])
+    sgd = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    optimizer = distcache.RowsAndDense(sgd, model)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+    dense(embedding(torch.arange(3))).sum().backward()
+    with pytest.raises(ConfigError, match=r"has momentum=.* cycle_momentum=False"):
+        optimizer.step()
+    embedding.close()
