@@ -184,23 +184,16 @@ def open_run_folder(
 ) -> Callable[[], None] | None:
     """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is.
 
-    If the folder has checkpoints to go on from, the files that describe the run that wrote them
-    stay until this one has trained a step: then call what is returned. A run that was killed before
-    its first checkpoint was complete starts again from the beginning. Raises ConfigError if the
-    folder cannot be written, and for the folder of another run that this one does not go on with,
-    unless `run.overwrite` is set: what that run measured and saved is then removed. A run that is
+    Where there are checkpoints to go on from, what describes the run that left them stays until
+    this one has trained a step: then call what is returned. Raises ConfigError where that is not
+    possible, and for a folder that holds another run, which this one does not go on with, unless
+    `run.overwrite` is set: what that run measured and saved is then removed. One that is
     `restarted` goes on with what it left.
     """
     from distcache.trainer.checkpoint import finished
 
     kept = [] if restarted else left_over(run_dir, config.trainer.resume, config.run.overwrite)
-    is_own = config.trainer.resume == "auto" and is_unfinished(run_dir, config)
-    if kept and is_own and not config.run.overwrite:
-        log.info(
-            f"run folder {run_dir} has this run without a complete checkpoint, as if it was killed "
-            "before the first one: starting from the beginning"
-        )
-    elif kept and not config.run.overwrite:
+    if kept and not config.run.overwrite:
         names = ", ".join(path.name for path in kept)
         raise ConfigError(
             f"run.dir={run_dir} holds another run ({names}), and trainer.resume="
@@ -232,35 +225,6 @@ def open_run_folder(
     where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
     log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
     return describe if is_going_on else None
-
-
-def is_unfinished(run_dir: Path, config: Config) -> bool:
-    """Return True if `run_dir` has an earlier attempt of this run that has left no result.
-
-    Such a folder has no summary and no complete checkpoint, and a `config.yaml` that is absent,
-    only partly written, or that of `config`.
-    """
-    from distcache.trainer.checkpoint import finished
-
-    if finished(run_dir) or (run_dir / "summary.json").exists():
-        return False
-    try:
-        text = (run_dir / "config.yaml").read_text()
-    except FileNotFoundError:
-        return True
-    except (OSError, UnicodeDecodeError):
-        return False
-    if OmegaConf.to_yaml(OmegaConf.structured(config)).startswith(text):
-        return True
-    try:
-        earlier = asdict(to_config(text))
-    except ConfigError:
-        return False
-    current = asdict(config)
-    for section, key in (("run", "dir"), ("run", "overwrite"), ("trainer", "resume")):
-        earlier[section].pop(key)
-        current[section].pop(key)
-    return earlier == current
 
 
 def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:

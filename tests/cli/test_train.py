@@ -94,41 +94,6 @@ def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
         opened(Path("/proc/none"))
 
 
-LEFT_BY_A_KILL = {
-    "an empty folder": (),
-    "metrics alone": ("metrics.jsonl",),
-    "a checkpoint without a manifest": ("config.yaml", "metrics.jsonl", "checkpoints/step_3/part"),
-    "half a configuration": ("half", "metrics.jsonl", "checkpoints/step_3/part"),
-}
-
-
-@pytest.mark.parametrize("left", LEFT_BY_A_KILL)
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, left, caplog):
-    run = tmp_path / "run"
-    opened(run, "trainer.steps=77")
-    text = (run / "config.yaml").read_text()
-    for file in run.iterdir():
-        file.unlink()
-    for name in LEFT_BY_A_KILL[left]:
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        if name in ("config.yaml", "half"):
-            length = len(text) // (1 if name == "config.yaml" else 2)
-            (run / "config.yaml").write_text(text[:length])
-        else:
-            (run / name).write_text("something")
-    with caplog.at_level("INFO"):
-        opened(run, "trainer.steps=77")
-    assert ("starting from the beginning" in caplog.text) == bool(LEFT_BY_A_KILL[left])
-    assert (run / "config.yaml").read_text() == text
-    assert not (run / "metrics.jsonl").exists() and not (run / "checkpoints").exists()
-    (run / "metrics.jsonl").write_text("something")
-    with pytest.raises(ConfigError, match=r"holds another run \(metrics.jsonl\)"):
-        opened(run, "trainer.steps=78")
-    with pytest.raises(ConfigError, match=r"holds another run \(metrics.jsonl\)"):
-        opened(run, "trainer.steps=77", "trainer.resume=never")
-    assert (run / "metrics.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
