@@ -6,6 +6,7 @@ import logging
 import sys
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from distcache.comm.link import agree_on, agree_on_versions, on_first, together
+from distcache.comm.link import agree_on, agree_on_versions, together
 from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
@@ -24,9 +25,9 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.data.own import Draws, OwnBatches, digest_of, eval_batches, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
-from distcache.train import is_restart, needs_shared_folder, open_run_folder
+from distcache.train import is_restart, run_folder
 from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import Start, TrainerState, check_run_folder
+from distcache.trainer.checkpoint import Start, TrainerState
 from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
@@ -432,17 +433,18 @@ def fit(
     own_world, leave = (world, False) if world is not None else (_join(config), True)
     with torch.random.fork_rng(devices=[]):  # training draws the same without it
         eval_draws = Draws(None if eval_loader is loader else eval_loader)
-    try:
+    with ExitStack() as stack:
+        if leave:
+            stack.push(lambda kind, *_: _leave(own_world, orderly=kind is None))
+        stack.callback(eval_draws.give_back)
+        stack.callback(train.close)
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs, model))
         steps = config.trainer.eval_steps
         count = count_evaluation(own_world, eval_loader, None if steps == "all" else steps)
-        run_dir = Path(config.run.dir)
         again = "run.dir" in given and is_restart()  # else the folder may be of another call
-        begun: list[Any] = []
-        opened = config, own_world, again
-        on_first(own_world, lambda: begun.append(open_run_folder(run_dir, *opened)))
-        check_run_folder(own_world, run_dir, needs_shared_folder(config))
+        run_dir = Path(config.run.dir)
+        begun = stack.enter_context(run_folder(config, own_world, again))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
@@ -454,19 +456,19 @@ def fit(
             config.data.weighted = any(weighted)
         mode = build.build_parallel(config, own_world, specs, model, source)
         run = OwnRun(
-            config, own_world, run_dir, source, specs, mode, begin, *begun,
+            config, own_world, run_dir, source, specs, mode, begin, begun,
             train=train, evaluate=eval_loader, eval_count=count, eval_draws=eval_draws,
         )  # fmt: skip
-        result = run.go(build.build_rates(config))
-        if leave:
-            close_world(own_world)
-            leave = False
-        return result
-    finally:
-        train.close()
-        eval_draws.give_back()
-        if leave:
-            close_world(own_world, orderly=False)
+        return run.go(build.build_rates(config))
+
+
+def _leave(world: World, orderly: bool) -> None:
+    """Leave a world that this module has opened, whatever becomes of the wait for other ranks."""
+    try:
+        close_world(world, orderly)
+    except BaseException:
+        close_world(world, orderly=False)
+        raise
 
 
 def _compared(config: Config, tables: Sequence[TableSpec], model: nn.Module) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
@@ -32,8 +33,9 @@ from distcache.cli.run import (
     set_up_logging,
     take_over_ctrl_c,
 )
+from distcache.cli.run_lock import hold_run_folder, not_writable
 from distcache.comm import rendezvous
-from distcache.comm.link import agree_on, agree_on_versions, together
+from distcache.comm.link import agree_on, agree_on_versions, on_first
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.tree import Config
 from distcache.engine.tracing import remove_trace
@@ -129,16 +131,11 @@ def is_restart() -> bool:
 def run(config: Config, place: rendezvous.Place, store: dist.Store | None) -> int:
     """Train with a checked configuration; this rank's exit code."""
     # Imported here: `--help` and `--cfg job` need no trainer.
-    from distcache.trainer.checkpoint import check_run_folder
     from distcache.trainer.trainer import train
 
     def work(world: World) -> None:
-        run_dir, begun = Path(config.run.dir), None
-        if world.is_first:
-            begun = open_run_folder(run_dir, config, world, is_restart())
-        together(world, lambda: None)  # the folder is there before any rank writes into it
-        check_run_folder(world, run_dir, needs_shared_folder(config))
-        train(config, world, run_dir, begun)
+        with run_folder(config, world, is_restart()) as begun:
+            train(config, world, Path(config.run.dir), begun)
 
     return in_world(config, place, store, work)
 
@@ -179,10 +176,34 @@ def needs_shared_folder(config: Config) -> str | None:
     return "trainer.trace=true" if config.trainer.trace else None
 
 
+@contextmanager
+def run_folder(
+    config: Config, world: World, restarted: bool
+) -> Iterator[Callable[[], None] | None]:
+    """Hold the run folder against other runs; called by all ranks. Yields what `open_run_folder`
+    returns, None on other ranks than the first.
+
+    Raises ConfigError where another run has the folder, or not all nodes see it. A start that is
+    refused before its first step leaves no new folder.
+    """
+    from distcache.trainer.checkpoint import check_run_folder
+
+    run_dir, begun = Path(config.run.dir), list[Callable[[], None] | None]()
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(hold_run_folder(run_dir))
+            begun.append(open_run_folder(run_dir, config, world, restarted))
+
+        on_first(world, begin)  # the folder is there before any rank writes into it
+        check_run_folder(world, run_dir, needs_shared_folder(config))
+        yield begun[0] if begun else None
+
+
 def open_run_folder(
     run_dir: Path, config: Config, world: World, restarted: bool = False
 ) -> Callable[[], None] | None:
-    """Make the run folder, and write `config.yaml` and `environment.json` into it; say where it is.
+    """Write `config.yaml` and `environment.json` into a run folder that is held, and log its path.
 
     Where there are checkpoints to go on from, what describes the run that left them stays until
     this one has trained a step: then call what is returned. Raises ConfigError where that is not
@@ -201,8 +222,6 @@ def open_run_folder(
             "run.overwrite=true"
         )
     try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir(mode=0o700, exist_ok=True)  # what was trained on may be nobody else's affair
         for path in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (run_dir / "bad_lines.json").unlink(missing_ok=True)
@@ -219,9 +238,7 @@ def open_run_folder(
         if not is_going_on:
             describe()
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={run_dir} cannot be written ({error.strerror}): name another folder"
-        ) from error
+        raise not_writable(run_dir, error) from error
     where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
     log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
     return describe if is_going_on else None

@@ -128,20 +128,27 @@ def first_line(error: BaseException) -> str:
 
 def announce_process(store: dist.Store, rank: int) -> None:
     """Tell the others which process `rank` is; each rank does so when it joins."""
-    process = [_process_space(), os.getpid(), _started(os.getpid())]
-    store.set(f"distcache/process/{rank}", json.dumps(process))
+    store.set(f"distcache/process/{rank}", json.dumps(this_process()))
 
 
 def has_ended(store: dist.Store, rank: int) -> bool:
-    """Whether the process of `rank` is known to have ended.
+    """Whether the process of `rank` is known to have ended, as of `process_has_ended`."""
+    key = f"distcache/process/{rank}"
+    return store.check([key]) and process_has_ended(json.loads(store.get(key)))
+
+
+def this_process() -> list[Any]:
+    """The machine or container that numbers this process, its number, and its start time."""
+    return [_process_space(), os.getpid(), _started(os.getpid())]
+
+
+def process_has_ended(process: Sequence[Any]) -> bool:
+    """Return True if the process of a `this_process` is known to have ended.
 
     False where it runs, and where it cannot be seen from here (another machine or container).
     """
-    key = f"distcache/process/{rank}"
-    if not store.check([key]):
-        return False
-    space, process, started = json.loads(store.get(key))
-    return space == _process_space() and _started(process) != started
+    space, number, started = process
+    return space == _process_space() and _started(number) != started
 
 
 def _process_space() -> str:

@@ -20,6 +20,7 @@ from ranks import free_port
 from distcache import train as entry
 from distcache.cli import compose
 from distcache.cli.compose import asks_for_sweep, compose_overrides, to_config
+from distcache.cli.run_lock import hold_run_folder
 from distcache.comm.rendezvous import Place
 from distcache.errors import ConfigError, DataError
 
@@ -52,7 +53,8 @@ def test_ctrl_c_in_the_middle(tmp_path):
 def opened(folder: Path, *overrides: str, restarted: bool = False) -> Callable[[], None] | None:
     config = to_config(compose_overrides([f"run.dir={folder}", *overrides]))
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    return entry.open_run_folder(folder, config, world, restarted)
+    with hold_run_folder(folder):
+        return entry.open_run_folder(folder, config, world, restarted)
 
 
 def test_another_run_is_overwritten_only_where_that_is_meant(tmp_path):
