@@ -15,14 +15,16 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from omegaconf import OmegaConf
 
 from distcache.cli.compose import Composed, checked_config, compose_command_line, to_config
@@ -213,14 +215,16 @@ def open_run_folder(
     """
     from distcache.trainer.checkpoint import finished
 
-    kept = [] if restarted else left_over(run_dir, config.trainer.resume, config.run.overwrite)
+    kept = [] if restarted else left_over(run_dir, config)
     if kept and not config.run.overwrite:
         names = ", ".join(path.name for path in kept)
+        other = other_settings(run_dir, config)
         raise ConfigError(
-            f"run.dir={run_dir} holds another run ({names}), and trainer.resume="
-            f"{config.trainer.resume} does not go on with it: name another folder, or remove it by "
-            "run.overwrite=true"
+            f"run.dir={run_dir} holds another run ({names}{other and f'; {other}'}), and "
+            f"trainer.resume={config.trainer.resume} does not go on with it: name another folder, "
+            "or remove it by run.overwrite=true"
         )
+    is_unfinished = bool(results_in(run_dir)) and not kept and not finished(run_dir)
     try:
         for path in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -241,16 +245,30 @@ def open_run_folder(
         raise not_writable(run_dir, error) from error
     where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
     log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
+    if is_unfinished:
+        log.info(f"run.dir={run_dir} has no complete checkpoint: the run starts from the beginning")
     return describe if is_going_on else None
 
 
-def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:
-    """What a run has left in `run_dir`, for which one with `resume` has no use."""
+def results_in(run_dir: Path) -> list[Path]:
+    """Files and folders of results in `run_dir`, without empty ones, which a run leaves that failed
+    at its first step."""
+    paths = [path for name in _OF_A_RUN if (path := run_dir / name).exists()]
+    return [own for own in paths if (any(own.iterdir()) if own.is_dir() else own.stat().st_size)]
+
+
+def left_over(run_dir: Path, config: Config) -> list[Path]:
+    """What a run has left in `run_dir`, for which one with `config` has no use.
+
+    A folder without a complete checkpoint belongs to the run with this configuration: it was killed
+    before the first one, and nothing is lost when it starts from the beginning.
+    """
     from distcache.trainer.checkpoint import finished
 
-    # A run that failed at its first step leaves empty files and folders at most.
-    there = [path for name in _OF_A_RUN if (path := run_dir / name).exists()]
-    files = [own for own in there if (any(own.iterdir()) if own.is_dir() else own.stat().st_size)]
+    files, resume, overwrite = results_in(run_dir), config.trainer.resume, config.run.overwrite
+    is_own = is_unfinished_start(run_dir, files) and not other_settings(run_dir, config)
+    if is_own and not overwrite:
+        return []
     if resume == "auto":
         return [] if finished(run_dir) and not overwrite else files
     if resume == "never" or run_dir.resolve() not in Path(resume, "model").resolve().parents:
@@ -259,6 +277,40 @@ def left_over(run_dir: Path, resume: str, overwrite: bool) -> list[Path]:
     begin = [folder.resolve() for folder in finished(Path(resume))[:1]]
     later = takewhile(lambda folder: folder.resolve() not in begin, finished(run_dir))
     return list(later) if begin else []
+
+
+def is_unfinished_start(run_dir: Path, results: Sequence[Path]) -> bool:
+    """Return True if no complete checkpoint, of any name, and no summary is among the `results`."""
+    names = {path.name for path in results}
+    return names <= {"metrics.jsonl", "checkpoints"} and not any(
+        (run_dir / "checkpoints").glob("*/manifest.json")
+    )
+
+
+def other_settings(run_dir: Path, config: Config) -> str:
+    """In words, how the run that `config.yaml` in `run_dir` describes differs from `config` in the
+    keys that decide its numbers; "" where it does not, or the file is missing or incomplete."""
+    from distcache.trainer.checkpoint import differences
+
+    try:
+        was = yaml.safe_load((run_dir / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return ""
+    sections = {"model", "data", "optim", "trainer", "run"}
+    if not isinstance(was, dict) or not sections <= was.keys():  # `run`, the last one, was cut off
+        return ""
+    now = yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    same_data = config.trainer.resume_data == "same"
+    return differences(*(decisive_settings(tree, same_data) for tree in (was, now)), "not set")
+
+
+def decisive_settings(tree: Mapping[str, Any], same_data: bool) -> dict[str, Any]:
+    """Values, by dotted key, of the keys of a configuration that decide the numbers of a run."""
+    sections = ("model", "optim", "data") if same_data else ("model", "optim")
+    found = {f"trainer.{key}": tree["trainer"].get(key) for key in ("seed", "dtype")}
+    for section in sections:
+        found |= {f"{section}.{key}": value for key, value in tree[section].items()}
+    return found
 
 
 def report(error: Exception, place: rendezvous.Place, store: dist.Store | None) -> int:

@@ -3,14 +3,110 @@ leaves nothing."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import STUB, Forked, environment, train
+
+SMALL = (
+    *("data.table_rows=[300,30]", "data.global_batch_size=16", "model.embedding_dim=4"),
+    *("model.dense_arch=[4]", "model.over_arch=[1]", "cache.rows=150", "optim=adagrad"),
+    *("trainer.device=cpu", "trainer.steps=6", "trainer.checkpoint_every=2", "run.digest=true"),
+    "trainer.eval_steps=0",
+)
+TRAIN = ("-m", "distcache.train")
+RESTARTS = "no complete checkpoint: the run starts from the beginning"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of six steps with its checkpoints."""
+    home = tmp_path_factory.mktemp("finished")
+    done = train([*SMALL, "run.dir=run"], home, program=TRAIN)
+    assert done.returncode == 0, done.stderr
+    return home / "run"
+
+
+def digests(run: Path) -> tuple[str, str]:
+    summary = json.loads((run / "summary.json").read_text())
+    return summary["loss_digest"], summary["state_digest"]
+
+
+def without_checkpoints(run: Path) -> None:
+    """Leave what a SIGKILL leaves while the first checkpoint is written."""
+    for path in [run / "summary.json", *run.glob("checkpoints/*/manifest.json")]:
+        path.unlink()
+    (run / ".lock").write_text('{"text": "process 1 on host a", "process": ["boot", 1, "7"]}')
+
+
+def metrics_alone(run: Path) -> None:
+    without_checkpoints(run)
+    for path in run.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "metrics.jsonl":
+            path.unlink()
+
+
+def cut_configuration(run: Path) -> None:
+    without_checkpoints(run)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text[: len(text) // 2])
+
+
+def empty(run: Path) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+
+
+@pytest.mark.parametrize("left", [without_checkpoints, metrics_alone, cut_configuration, empty])
+def test_a_run_without_a_complete_checkpoint_starts_again(
+    finished: Path, tmp_path: Path, left: Callable[[Path], None]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    left(run)
+    done = train([*SMALL, "run.dir=run"], tmp_path, program=TRAIN)
+    assert done.returncode == 0, done.stderr
+    assert digests(run) == digests(finished)
+    assert json.loads((run / "summary.json").read_text())["first_step"] == 0
+    assert (run / "metrics.jsonl").read_text().count('"loss"') == 1, "lines of the killed run"
+    assert done.stdout.count(RESTARTS) == (left is not empty)
+
+
+def saved_by_hand(run: Path) -> None:
+    (run / "summary.json").unlink()
+    for path in run.glob("checkpoints/*/manifest.json"):
+        path.parent.rename(path.parent.with_name(f"kept-{path.parent.name}"))
+
+
+@pytest.mark.parametrize(
+    ("left", "words", "named"),
+    [
+        (without_checkpoints, ("optim.eps=1e-3",), "optim.eps was 1e-08, is 0.001"),
+        (without_checkpoints, ("trainer.seed=7",), "trainer.seed was 0, is 7"),
+        (saved_by_hand, (), "(metrics.jsonl, checkpoints)"),
+    ],
+)
+def test_another_run_without_a_complete_checkpoint_is_refused(
+    finished: Path, tmp_path: Path, left: Callable[[Path], None], words: tuple, named: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    left(run)
+    before = (run / "metrics.jsonl").read_bytes()
+    done = train([*SMALL, "run.dir=run", *words], tmp_path, program=TRAIN)
+    assert done.returncode == 1 and named in done.stderr, done.stderr
+    assert "run.overwrite=true" in done.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
+
 
 # A file system without locks, in front of the program.
 NO_LOCKS = f"""
