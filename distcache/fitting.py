@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
+import warnings
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from distcache.comm.link import agree_on, agree_on_versions, together
+from distcache.comm.link import agree_on, agree_on_versions, on_first, together
 from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
@@ -25,7 +27,7 @@ from distcache.data.batch import Batch, BatchCheck
 from distcache.data.own import Draws, OwnBatches, digest_of, eval_batches, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
-from distcache.train import is_restart, run_folder
+from distcache.train import is_restart, new_run_dir, run_dir_of_job, run_folder
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import Start, TrainerState
 from distcache.trainer.plan_cache import most_ahead, opens_window
@@ -44,6 +46,9 @@ _OF_LOADERS = (
 """Keys of group `data` that are read, or refused by what they mean, where loaders bring batches."""
 
 _BATCH = "data.global_batch_size"
+
+_unnamed_runs = itertools.count()
+"""Calls without `run.dir` so far, by which ranks that torchrun starts again find their folders."""
 
 
 @dataclass(frozen=True)
@@ -331,8 +336,7 @@ def own_config(parallel: str, optimizer: str, given: Mapping[str, Any], tables: 
     config.model.dense_arch = config.model.over_arch = []
     config.parallel.mode, config.optim.name = parallel, optimizer
     config.trainer.eval_steps = "all"
-    config.run.dir = "runs/own"
-    config.run.overwrite = "run.dir" not in given  # the default folder is the latest run's
+    config.run.dir = "runs"  # `fit` names a folder in it
     _check_own_keys(given)
     tree = OmegaConf.structured(config)
     for key, value in given.items():
@@ -411,7 +415,9 @@ def fit(
     optimizer, model, tables, data); with `data.global_batch_size` where a prediction decides
     (`cache.placement` `auto` or `mixed`, `cache.split=by_curve`, `cache.policy=static`).
 
-    Leaves a run folder (`run.dir`, by default runs/own) and returns its summary. Without `world`
+    Leaves a run folder (`run.dir`, by default `runs/<time>-<mode>`, a new one for each call) and
+    returns its summary. With the `run.dir` of a run that has ended nothing is trained: a warning
+    says so, and the result is that of the run. Without `world`
     its ranks are those of torch.distributed where that is initialised (in groups of their own, on
     the current device; they are gone when this returns), else those of the job that torchrun's
     environment describes, or this one. Raises ConfigError, also where ranks differ in settings or
@@ -442,9 +448,13 @@ def fit(
         agree_on(own_world, _compared(config, specs, model))
         steps = config.trainer.eval_steps
         count = count_evaluation(own_world, eval_loader, None if steps == "all" else steps)
-        again = "run.dir" in given and is_restart()  # else the folder may be of another call
+        if "run.dir" not in given:
+            name = f"fit/{next(_unnamed_runs)}"
+            config.run.dir = on_first(
+                own_world, lambda: run_dir_of_job(new_run_dir(parallel), name)
+            )
         run_dir = Path(config.run.dir)
-        begun = stack.enter_context(run_folder(config, own_world, again))
+        begun = stack.enter_context(run_folder(config, own_world, is_restart()))
         share_weights(model, own_world)
         source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
@@ -459,7 +469,11 @@ def fit(
             config, own_world, run_dir, source, specs, mode, begin, begun,
             train=train, evaluate=eval_loader, eval_count=count, eval_draws=eval_draws,
         )  # fmt: skip
-        return run.go(build.build_rates(config))
+        result = run.go(build.build_rates(config))
+        if result.notice and own_world.is_first:  # also where nobody has configured logging
+            advice = "give another run.dir, or run.overwrite=True to train anew"
+            warnings.warn(f"{result.notice}; {advice}", stacklevel=2)
+        return result
 
 
 def _leave(world: World, orderly: bool) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import takewhile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,32 @@ def agree(
 def of_this_generation(text: str) -> str:
     """A configuration with the run folder that the first ranks of this torchrun job have taken, and
     with the checkpoints there, if torchrun has started the ranks again."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return text
     from distcache.trainer.checkpoint import finished
 
-    config, run = OmegaConf.create(text), os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
-    # The name of the folder may be the time, so another one each time it is asked for.
-    config.run.dir = store.compare_set(f"distcache/{run}/run_dir", "", config.run.dir).decode()
+    config = OmegaConf.create(text)
+    config.run.dir = run_dir_of_job(config.run.dir)
     if is_restart() and finished(Path(config.run.dir)):
         config.trainer.resume = "auto"
     return OmegaConf.to_yaml(config)
+
+
+def run_dir_of_job(run_dir: str, run: str = "run") -> str:
+    """Return the run folder that the first ranks of this torchrun job have taken for a `run`, one
+    of the job's: the name of a folder may be the time, so another one after a restart. Without a
+    store that outlives the ranks it is `run_dir`."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return run_dir
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
+    return store.compare_set(f"distcache/{job}/{run}_dir", "", run_dir).decode()
+
+
+def new_run_dir(mode: str) -> str:
+    """Return the name of a run folder by the time, as on the command line, that is not there."""
+    first = Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{mode}"
+    later = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return str(next(path for path in itertools.chain([first], later) if not path.exists()))
 
 
 def is_restart() -> bool:
@@ -275,7 +290,7 @@ def left_over(run_dir: Path, config: Config) -> list[Path]:
         return files
     # It goes on in its own folder: later checkpoints would be of another trajectory.
     begin = [folder.resolve() for folder in finished(Path(resume))[:1]]
-    later = takewhile(lambda folder: folder.resolve() not in begin, finished(run_dir))
+    later = itertools.takewhile(lambda folder: folder.resolve() not in begin, finished(run_dir))
     return list(later) if begin else []
 
 

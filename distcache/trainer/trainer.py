@@ -248,10 +248,15 @@ class Loop:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to: the summary, and the signal that stopped it (None: it ran to its end)."""
+    """Result of a run: the summary, and the signal that stopped it (None: it ran to its end).
+
+    `notice`: a sentence for the user where no step was left to train and the summary is that of the
+    run which had trained them.
+    """
 
     summary: dict[str, Any]
     stopped_by: int | None
+    notice: str = ""
 
 
 def train(
@@ -279,7 +284,10 @@ def train(
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
         on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
     run = Run(config, world, run_dir, source, tables, mode, begin, begun)
-    return run.go(build.build_rates(config))
+    result = run.go(build.build_rates(config))
+    if result.notice and world.is_first:
+        logger.warning(result.notice)
+    return result
 
 
 def identity_of(
@@ -395,8 +403,8 @@ class Run:
             self.save(loop, stopped_by)
             how = self.mode, self.tables, build.dtype_of(self.config), saver.world
             digest = state_digest(self.config.run.digest.lower(), *how)
-            summary = self.summarise(start, loop, measured, digest)
-        return TrainResult(summary, stopped_by)
+            summary, notice = self.summarise(start, loop, measured, digest)
+        return TrainResult(summary, stopped_by, notice)
 
     def saver(self, files: World, begun: Start) -> Saver:
         """What writes this run's checkpoints; `files`: of `file_world`."""
@@ -496,9 +504,9 @@ class Run:
 
     def summarise(
         self, start: TrainerState, loop: Loop, measured: dict[str, Any], digest: str | None
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], str]:
         """The summary, equal on all ranks; rank 0 writes it to `summary.json`, unless there is one
-        already and no step was trained: then that one.
+        already and no step was trained: then that one, and a notice that says so.
 
         `measured`: what only the mode knows. `steps` and all measures are this process's.
         """
@@ -520,15 +528,15 @@ class Run:
             values["hot_samples"] = self.source.share
             values["phase_rate"] = loop.phase and loop.phase.rate
 
-        def write() -> dict[str, Any]:
-            path = self.run_dir / "summary.json"
+        def write() -> tuple[dict[str, Any], str]:
+            path, limit = self.run_dir / "summary.json", self.config.trainer.steps
             if start.step and not values["steps"] and (earlier := read_json(path)):
-                done = f"step {start.step:,} (trainer.steps={self.config.trainer.steps})"
-                logger.warning(f"nothing to train after {done}: {path} stays as it is")
-                return earlier
+                end = "the end of the data" if limit is None else f"trainer.steps={limit}"
+                done = f"nothing to train after step {start.step:,} ({end})"
+                return earlier, f"{done}: {path} stays as it is, and the result is that one"
             summary = plain({key: values.get(key) for key in SUMMARY_KEYS})
             write_json(path, summary)
-            return summary
+            return summary, ""
 
         return on_first(self.world, write)
 
