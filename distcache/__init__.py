@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distcache.fitting import fit
     from distcache.layout import TableSpec
     from distcache.resuming import load, save
+    from distcache.stopping import StopRequest
 
 __all__ = [
     "CachedEmbedding",
@@ -37,6 +38,7 @@ __all__ = [
     "DenseGradients",
     "RowOptimizer",
     "RowsAndDense",
+    "StopRequest",
     "TableSpec",
     "clip_grad_norm_",
     "fit",
@@ -48,6 +50,7 @@ __all__ = [
 
 _MODULES = {
     "DenseGradients": "distcache.engine.gradients",
+    "StopRequest": "distcache.stopping",
     "TableSpec": "distcache.layout",
     "fit": "distcache.fitting",
     "load": "distcache.resuming",

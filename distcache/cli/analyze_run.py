@@ -22,6 +22,7 @@ from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import TableProfile, most_frequent
 from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, refusal, replay
+from distcache.stopping import StopRequest
 from distcache.trace import Trace
 from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.plan_cache import request_of
@@ -36,7 +37,6 @@ from distcache.trainer.prediction import (
     slots_of,
 )
 from distcache.trainer.schedule import make_schedule
-from distcache.trainer.trainer import StopRequest
 
 log = logging.getLogger("distcache.analyze")
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from distcache.data.batch import UNKNOWN, Batch, JaggedIds, is_one_each, one_each
 from distcache.errors import ConfigError, DataError
+from distcache.stopping import stop_explains, stop_requested
 
 
 class Draws:
@@ -208,6 +209,8 @@ class OwnBatches:
                 self.dense_features = batch.dense.shape[1]
                 yield batch
                 step += 1
+            if stop_requested():  # the pass may have been cut off: no batch of the next one follows
+                return
 
     def close(self) -> None:
         """Let go of the iterator and its workers, also where `batches` has not ended."""
@@ -224,7 +227,7 @@ class OwnBatches:
             set_epoch(epoch)
         self._draws = self._draws or Draws(self._loader)
         self._drawn = self._draws.states()
-        self._items = iter(self._loader)
+        self._items = _begin(self._loader, "train", epoch)
 
     def _drop_items(self) -> None:
         """Let go of the iterator, what was looked at and the workers."""
@@ -338,13 +341,16 @@ def eval_batches(
     `dense_features`: of empty batches where there are no others; `trained`: of the training
     batches, None where not known. Raises DataError that names the item.
     """
-    items, number = iter(loader), 0
+    items = _begin(loader, "eval", 0)
+    number = 0
     while number < count and (item := _draw(items, "eval", number)) is not _END:
         batch = as_batch(item, features, number, 0, "eval")
         _check_width(batch, dense_features if number else trained)
         dense_features = batch.dense.shape[1]
         yield batch
         number += 1
+    if stop_requested():  # an evaluation that was cut off has no result
+        return
     for index in range(number, count):
         offsets = torch.zeros(1, dtype=torch.int64)
         ids = JaggedIds(tuple(features), torch.zeros(0, dtype=torch.int64), offsets)
@@ -356,13 +362,33 @@ _END = object()
 """What `_draw` returns after the last item."""
 
 
+def _begin(loader: Iterable[Any], kind: str, epoch: int) -> Iterator[Any]:
+    """An iterator over a pass; an error of the iterable becomes a DataError that names the pass.
+
+    After a stop was requested the pass has no item instead.
+    """
+    try:
+        return iter(loader)
+    except Exception as error:
+        if stop_explains(error):
+            return iter(())
+        raise DataError(
+            f"{kind} pass {epoch} of your loader: {type(error).__name__}: {error}"
+        ) from error
+
+
 def _draw(items: Iterator[Any], kind: str, number: int) -> Any:
-    """The next item; what the iterable raises becomes a DataError that names the item."""
+    """The next item; an error of the iterable becomes a DataError that names the item.
+
+    After a stop was requested the items end instead: a signal may have ended the workers.
+    """
     try:
         return next(items)
     except StopIteration:
         return _END
     except Exception as error:
+        if stop_explains(error):
+            return _END
         raise DataError(
             f"{kind} batch {number} of your loader: {type(error).__name__}: {error}"
         ) from error

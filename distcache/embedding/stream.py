@@ -35,6 +35,7 @@ from distcache.engine.pipeline import STOP_S, StepStream
 from distcache.engine.step import Flight
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError
+from distcache.stopping import stop_explains
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -174,8 +175,10 @@ class Reader(Generic[T]):
                 batches = list(itertools.islice(self._iterator, self._accumulate))
                 reads = [self.reader.read(self._find(batch)) for batch in batches]
             except Exception as error:
-                self._error = error
-                raise
+                if not stop_explains(error):
+                    self._error = error
+                    raise
+                batches = []
             if not batches:
                 self.exhausted = True
                 raise StopIteration

@@ -22,11 +22,11 @@ from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
+from distcache.stopping import StopRequest
 from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
 from distcache.trainer.plan_cache import ids_per_step, opens_window, request_of, resolve_prefetch
 from distcache.trainer.schedule import Schedule
-from distcache.trainer.trainer import StopRequest
 
 log = logging.getLogger(__name__)
 

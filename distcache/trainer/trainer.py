@@ -5,19 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-
-from distcache.comm.link import PLANNING, host_link, on_first
+from distcache.comm.link import on_first
 from distcache.comm.world import World
 from distcache.config.checks import cadence
 from distcache.config.tree import Config
@@ -36,6 +32,7 @@ from distcache.errors import (
 from distcache.layout import TableSpec
 from distcache.parallel.base import LateResult, Parallel, Step, StepResult, tf32
 from distcache.popularity.hot_cold import HotColdSource
+from distcache.stopping import StopRequest
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import (
     Identity,
@@ -64,44 +61,6 @@ from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
 logger = logging.getLogger(__name__)
-
-# -----------------------------------------------------------------------------
-# Stopping in order: SIGINT and SIGTERM become a flag that all ranks act on after the same step.
-
-
-class StopRequest:
-    """While entered, the first Ctrl-C or SIGTERM sets `signal`; a second one, where either is a
-    Ctrl-C, does what a Ctrl-C did before. (torchrun hands a second Ctrl-C on as SIGTERM.)
-
-    Handlers are installed in the main thread only (elsewhere Python has none) and put back at the
-    end. The handler does nothing but set the flag: it may run in the middle of a write.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and signal.SIGINT in (number, self.signal):
-            before = self._before[signal.SIGINT]
-            (before if callable(before) else signal.default_int_handler)(signal.SIGINT, frame)
-        self.signal = number
-
-    def agreed(self, world: World) -> int | None:
-        """The signal that some rank got (the highest number), or None; all ranks call this."""
-        mine, link = torch.tensor(self.signal or 0), host_link(world)
-        return int(link.start_all_gather(mine, PLANNING, "who is to stop")().max()) or None
-
 
 # -----------------------------------------------------------------------------
 # The training loop: steps and evaluations along a schedule, until its end or a reason to stop.
