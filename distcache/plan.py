@@ -235,9 +235,12 @@ def overrides_of(plan: Plan) -> list[str]:
         return []
     if best.placement not in CACHED:
         return ["parallel=hybrid", f"parallel.sharding={best.placement}"]
-    # A size that an experiment brings is taken back: only one may be given.
+    # All three keys are set, because an experiment may bring a size and only one may be given.
     sizes: dict[str, Any] = dict.fromkeys(("ratio", "rows", "bytes"), "null")
-    sizes["rows" if options.cache_rows else "ratio"] = options.cache_rows or options.cache_ratio
+    if options.cache_rows:
+        sizes["rows"] = options.cache_rows
+    elif options.cache_ratio is not None:
+        sizes["ratio"] = options.cache_ratio
     lines = ["parallel=data", *(f"cache.{key}={value}" for key, value in sizes.items())]
     lines.append(f"cache.placement={best.placement}")
     if best.placement == MIXED:

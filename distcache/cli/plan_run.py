@@ -45,7 +45,7 @@ from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
 from distcache.errors import DistcacheError
-from distcache.layout import TableSpec, stored_dtype
+from distcache.layout import TableSpec, group_tables, stored_dtype
 from distcache.models import build_model
 from distcache.ops.reference import put_rows, take_rows
 from distcache.optim import RowUpdate, row_update
@@ -97,8 +97,12 @@ class Options:
     device_memory: str = option("", "bytes of a device, such as 80g; empty: the device's")
     measure: bool = option(False, "measure inside, host and compute on this machine")
     measure_ranks: int = option(2, "measure=true: local ranks that measure", least=1)
-    cache_rows: int = option(0, "slots of a rank; 0: by cache_ratio", least=0)
-    cache_ratio: float = option(0.015, "slots of a rank as a share of all rows", share="(0, 1]")
+    cache_rows: int = option(
+        0, "slots of a rank; 0: by cache_ratio, or without it as distcache.train chooses", least=0
+    )
+    cache_ratio: float | None = option(
+        None, "slots of a rank as a share of all rows", share="(0, 1]"
+    )
     state: str = option(
         "auto", "optimizer state of replicated rows: auto, replicated or home", choice=_STATES
     )
@@ -140,8 +144,16 @@ class Request:
         demand = demand_at(self.sources, widths, options.batch, world, local)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
         rows, ratio = options.cache_rows or None, options.cache_ratio
-        slots = cache_slots(rows, None if rows else ratio, None, groups, ITEMSIZE, world)
+        expected = self._expected_rows(world)
+        slots = cache_slots(rows, ratio, None, groups, ITEMSIZE, world, expected)
         return demand, cluster, replace(self.settings, slots=tuple(slots))
+
+    def _expected_rows(self, world: int) -> list[float]:
+        """Distinct rows of each group that P + 2 steps of so many ranks are expected to name."""
+        samples = self.options.batch * world * (self.options.prefetch + 2)
+        named = [source.curve.expected(samples * source.lookups) for source in self.sources]
+        groups = group_tables([source.table for source in self.sources])
+        return [sum(named[table] for table in members) for members in groups]
 
 
 def widest(sources: Sequence[TableSource]) -> TableSource:
@@ -161,7 +173,7 @@ def parse_request(line: Line[Options]) -> Request:
     options, given = line.values, line.given
     check_section("", options)
     refuse_if(
-        options.cache_rows and "cache_ratio" in given,
+        options.cache_rows and options.cache_ratio is not None,
         f"cache_rows={options.cache_rows} and cache_ratio={options.cache_ratio} contradict each "
         "other: give one of them",
     )

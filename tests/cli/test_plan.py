@@ -21,10 +21,11 @@ from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.world import close_world
 from distcache.cost.cluster import HOST, PRESETS, Cluster, read_cluster
 from distcache.cost.traffic import CACHED, HYBRID
+from distcache.layout import TableSpec
 from distcache.models import build_model
 from distcache.optim import row_update
 from distcache.plan import main
-from distcache.trainer.plan_cache import measure
+from distcache.trainer.plan_cache import measure, request_of
 
 TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8")
 SMALL = (*TABLES, "most_ranks=16", "world_size=4")
@@ -80,6 +81,24 @@ def test_training_takes_the_overrides(tmp_path: Path) -> None:
     done = run_command(train, env=environment(), capture_output=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
+
+
+def test_the_default_cache_of_a_plan_is_that_of_training(tmp_path: Path) -> None:
+    """Small tables are cached whole, so that every cached layout fits."""
+    tables, ranks = ("table_rows=[20000,3000,40]", "batch=128", "width=8"), "most_ranks=2"
+    found = asked(run(tmp_path, *tables, ranks, "world_size=8"))
+    assert not [name for name in CACHED if found[name]["refused"]]
+    lines = (tmp_path / "overrides.txt").read_text().split()
+    assert {"cache.ratio=null", "cache.rows=null", "cache.bytes=null"} <= {*lines}
+    # Of 600,000 rows in 72 bytes 32 MiB hold fewer, and of 40,000,000 rows 1.5 % are more.
+    for rows in ([20_000, 3_000, 40], [600_000], [40_000_000]):
+        counts = ",".join(map(str, rows))
+        words = [f"table_rows=[{counts}]", "batch=128", "width=16", "optim=adagrad"]
+        _, _, settings = parse_request(words).on(1, 1)
+        few = f"data.table_rows=[{counts}] data.global_batch_size=128 optim=adagrad"
+        config = checked_config(compose_overrides([*few.split(), "model.embedding_dim=16"]))
+        features = [TableSpec(f"t_{at}", count, 16, (f"f_{at}",)) for at, count in enumerate(rows)]
+        assert settings.slots == request_of(config, features).plan(1, None).slots
 
 
 @pytest.mark.parametrize("placement", [*CACHED, "table_wise", "row_wise"])
