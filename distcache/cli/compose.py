@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from distcache.cli.run import INTERRUPTED, run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
@@ -136,7 +136,10 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
         sys.argv = before
     if not configs:
         return None
-    values = OmegaConf.to_object(configs[0])
+    try:
+        values = OmegaConf.to_object(configs[0])
+    except OmegaConfBaseException as error:
+        raise value_error(error) from error
     own, overrides = keys.own_keys(schema), get_args_parser().parse_args(typed).overrides
     theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
     given = {one.key_or_group for one in OverridesParser.create().parse_overrides(overrides)}
@@ -189,9 +192,23 @@ def compose_overrides(overrides: Sequence[str]) -> str:
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
             return to_text(hydra.compose("train", overrides=list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
+        raise value_error(error) from error
+    except HydraException as error:
         cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
         raise ConfigError(f"{error}{cause}") from error
+
+
+def value_error(error: OmegaConfBaseException) -> ConfigError:
+    """Return the error for a key whose value OmegaConf cannot resolve or convert, in one line."""
+    reason = str(error).partition("\n")[0]
+    fix = "give a value of its type"
+    if isinstance(error, InterpolationResolutionError):
+        fix = (
+            "write ${key} for a key that `--cfg job` shows, ${oc.env:NAME} for a variable that is "
+            "set, or the value itself"
+        )
+    return ConfigError(f"{error.full_key or 'configuration'}: {reason}: {fix}")
 
 
 def to_text(config: DictConfig) -> str:
@@ -203,12 +220,12 @@ def to_text(config: DictConfig) -> str:
         key for key in keys.keys_of(OmegaConf.to_container(config)) if not keys.is_known(key)
     ):
         raise keys.no_such_key(unknown)
-    missing = sorted(OmegaConf.missing_keys(config))
-    refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
     try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        refuse_if(missing, f"{', '.join(missing)}: a value is needed; give one or choose a group")
         return OmegaConf.to_yaml(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error)) from error
+        raise value_error(error) from error
 
 
 def to_config(text: str) -> Config:
@@ -216,7 +233,9 @@ def to_config(text: str) -> Config:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
         config: Any = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except OmegaConfBaseException as error:
+        raise value_error(error) from error
+    except yaml.YAMLError as error:
         raise ConfigError(str(error)) from error
     return as_words(config)
 

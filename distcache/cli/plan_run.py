@@ -25,7 +25,13 @@ from distcache.comm.link import CollectiveCounters, Link
 from distcache.comm.rendezvous import end_with_agent, find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
-from distcache.config.checks import byte_count, check_section, one_of, refuse_if
+from distcache.config.checks import (
+    byte_count,
+    check_section,
+    check_table_rows,
+    one_of,
+    refuse_if,
+)
 from distcache.config.tree import OptimConfig
 from distcache.cost.cluster import (
     DEVICES,
@@ -249,7 +255,7 @@ def _sources(options: Options, given: Collection[str]) -> list[TableSource]:
         return counted_sources(statistics, _tables(options, names, statistics.table_rows))
     ways = "statistics=<folder>, preset=criteo_kaggle, or table_rows=[1000,50]"
     refuse_if(not rows, f"no tables: give {ways}")
-    refuse_if(min(rows) < 1, f"table_rows={list(rows)}: a table has at least 1 row")
+    check_table_rows("table_rows", list(rows))
     tables = _tables(options, [f"t_cat_{index}" for index in range(len(rows))], rows)
     each = [_each(key, getattr(options, key), len(rows), 0) for key in ("bag_size", "zipf")]
     return zipf_sources(tables, *each)

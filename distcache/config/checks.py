@@ -175,6 +175,21 @@ def _positive(key: str, values: Sequence[int]) -> Refusals:
     return {f"{key}={values}: give a list of whole numbers, each at least 1": wrong}
 
 
+MOST_ROWS = 1 << 53
+"""Rows of all tables together. Expected rows are float64 numbers, which are exact up to here."""
+
+
+def check_table_rows(key: str, rows: Sequence[int]) -> None:
+    """Raise ConfigError unless each table has a row and all tables have at most `MOST_ROWS`."""
+    refuse(_positive(key, rows))
+    total = sum(rows)
+    refuse_if(
+        total > MOST_ROWS,
+        f"{key}={list(rows)}: {total:,} rows are more than the {MOST_ROWS:,} that all tables may "
+        "have together: give fewer",
+    )
+
+
 def _same_length(key: str, values: Any, data: DataConfig) -> Refusals:
     """Of a list with a value for each table, where the tables are known."""
     given = len(values) if isinstance(values, list) else None
@@ -364,7 +379,7 @@ def check(config: Config) -> list[str]:
     check_values(config)
     data = config.data
     if data.name == "synthetic" or data.table_rows:
-        refuse(_positive("data.table_rows", data.table_rows))
+        check_table_rows("data.table_rows", data.table_rows)
     how = "give an int (ids per bag), a float (their mean), or a list with one of these per table"
     for size in data.bag_size if isinstance(data.bag_size, list) else [data.bag_size]:
         refuse_if(not _is_number(size), f"data.bag_size={data.bag_size}: {how}")

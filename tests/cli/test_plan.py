@@ -169,7 +169,7 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} experiment=criteo_kaggle", "experiment: no such key"),
         (f"{TABLE} width=[8,16]", "width has 2 entries for 3 tables"),
         (f"{TABLE} bag_size=-1", "bag_size=-1.0: give at least 0"),
-        (f"{TABLE} table_rows=[5,0,1]", "a table has at least 1 row"),
+        (f"{TABLE} table_rows=[5,0,1]", "give a list of whole numbers, each at least 1"),
         (f"{TABLE} batch=0", "batch=0 is out of range"),
         (f"{TABLE} planner_threads=-1", "planner_threads=-1 is out of range"),
         (f"{TABLE} access=away", "access=away is unknown: choose staged or zero_copy"),

@@ -138,6 +138,9 @@ def test_the_text_that_ranks_share_has_all_values_in_it():
         ("optim.dense_lr=[1]", "optim.dense_lr"),
         ("+cache.lookahed=3", "did you mean cache.lookahead"),
         ("+speed=1", "speed: no such key"),
+        ("model.cross_rank='${x}'", "model.cross_rank: Interpolation key 'x' not found: write"),
+        ("run.dir='${oc.env:UNSET_HERE}'", "run.dir: KeyError raised while resolving"),
+        ("data.table_rows=[9223372036854775808]", "9,223,372,036,854,775,808 rows are more than"),
         ("data.table_rows=???", "data.table_rows: a value is needed"),
         ("optim.dense_lr=${optim.rate}", "rate"),
         ("rows==", "rows==: this is no key=value that can be read"),
@@ -155,6 +158,7 @@ def test_wrong_keys_types_and_groups_are_named(override, named):
         ("cache.row=5", "cache.row: no such key: did you mean cache.rows?"),
         ("cache.ratio=0.1,0.2 steps=1 -m", "steps: no such key: did you mean trainer.steps"),
         ("--config-dir mine cache.row=5", "cache.row: no such key"),
+        ("model.cross_rank='${x}'", "model.cross_rank: Interpolation key 'x' not found: write"),
     ],
 )
 def test_the_command_line_names_unknown_keys_before_hydra(words, named, monkeypatch):
