@@ -24,7 +24,14 @@ from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
 from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchCheck
-from distcache.data.own import Draws, OwnBatches, digest_of, eval_batches, read_position
+from distcache.data.own import (
+    STATELESS,
+    Draws,
+    OwnBatches,
+    digest_of,
+    eval_batches,
+    read_position,
+)
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.train import is_restart, new_run_dir, run_dir_of_job, run_folder
@@ -105,7 +112,7 @@ class OwnRun(Run):
 
         by_rank, now = zip(*together(world, resume), strict=True)
         saved = by_rank[0] if moved else [one for (one,) in by_rank]
-        if not self.train.stateful and (moved or None not in saved):  # of an older version
+        if moved or None not in saved:  # None: of an older version
             self._compare(where, _summed(saved), _summed(now))
         if "random" in found[0]:
             self._set_generators(found[0]["random"], start.state.step, moved)
@@ -131,10 +138,12 @@ class OwnRun(Run):
         sizes = f", of {now[0]} samples, than was trained, of {was[0]}"
         differ = f"{where}, whose loaders give another global batch before it"
         differ += sizes if now[0] != was[0] else " than was trained"
+        remedy = "all ranks together must bring the same samples. Give such loaders"
+        if self.train.stateful:
+            remedy = f"{self.train.name}.load_state_dict led to another place: {STATELESS}"
         refuse_if(
             self.config.trainer.resume_data == "same",
-            f"{differ}: all ranks together must bring the same samples. Give such loaders, or go "
-            "on with these by trainer.resume_data=any",
+            f"{differ}: {remedy}, or go on with these by trainer.resume_data=any",
         )
         if self.world.is_first:
             logger.warning(differ)
@@ -405,7 +414,8 @@ def fit(
     (values, offsets) or (values, offsets, weights); a step's global batch is what all ranks bring
     to it, and the first rank whose loader ends, ends the run. With `state_dict` and
     `load_state_dict` it resumes where it was, else by reading again what was trained, also on
-    another number of ranks that bring the same global batches.
+    another number of ranks that bring the same global batches; either way the last batch is read
+    again and compared.
     `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s. `model(dense [b, F], pooled
     [b, sum of widths]) -> logits [b]`; all ranks start from rank 0's weights. `parallel`: `data`,
     `resident`, `host` or `hybrid`; `optimizer`: a value of the key `optim`.
@@ -434,8 +444,7 @@ def fit(
     refuse_if(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
     _refuse_tables_inside(model)
     features = [feature for spec in specs for feature in spec.features]
-    ahead = most_ahead(config.cache)
-    train = OwnBatches(loader, features, epochs, keep=ahead)
+    train = OwnBatches(loader, features, epochs, keep=most_ahead(config.cache))
     own_world, leave = (world, False) if world is not None else (_join(config), True)
     with torch.random.fork_rng(devices=[]):  # training draws the same without it
         eval_draws = Draws(None if eval_loader is loader else eval_loader)

@@ -68,6 +68,13 @@ class Draws:
             part.generator = given
 
 
+STATELESS = (
+    "give a loader without state_dict, such as torch.utils.data.DataLoader, whose position is kept "
+    "here and which is read again up to it"
+)
+"""The remedy for a loader whose own state does not bring it back."""
+
+
 class OwnBatches:
     """The batches of one rank's iterable, over `epochs` passes, with a position for each of them.
 
@@ -75,13 +82,13 @@ class OwnBatches:
     `sparse_features` and `labels`; ids are a KeyedJaggedTensor, `JaggedIds`, or (values, offsets)
     or (values, offsets, weights), feature-major in the order of `features`. b may differ between
     ranks and items. The position of the last `keep` items is remembered: the iterable's
-    `state_dict()` after each, where it has one; else the number of items, which are then read and
-    dropped to come back to it, and where the generators of a `DataLoader` were at the beginning of
-    the pass. `dense_features`: F of the last item, None before the first. Items
-    are copied: an iterable may fill the same buffers again and again.
+    `state_dict()` after each, where it has one, and the one before, from which one item is read
+    again to be compared; else the number of items, which are then read and dropped to come back to
+    it. The states of a `DataLoader`'s generators belong to it. `dense_features`: F of the last
+    item, None before the first. Items are copied: an iterable may fill the same buffers again.
 
-    `last`: the last of the items that were read and dropped; `draws_random`: whether torch's CPU
-    generator moved meanwhile.
+    `name`: class of the iterable, for errors; `last`: the last of the items that were read again;
+    `draws_random`: whether torch's CPU generator moved while all of them were.
     """
 
     def __init__(
@@ -90,18 +97,19 @@ class OwnBatches:
         if epochs < 1:
             raise ConfigError(f"epochs={epochs}: it must be at least 1")
         self._loader, self.features, self._epochs = loader, tuple(features), epochs
+        self.name = type(loader).__name__
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}
-        # After so many steps: pass, items of it, the loader's state, and those of `_drawn`.
-        self._positions: OrderedDict[int, tuple[int, int, bytes | None, list[Tensor]]]
-        self._positions = OrderedDict()
+        self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}  # `open` goes there
+        self._first_step = 0  # which has the position `_start`
+        self._positions: OrderedDict[int, dict[str, Any]] = OrderedDict()  # after so many steps
+        self._previous: dict[str, Any] | None = None  # the position before the next item
         self._draws: Draws | None = None  # while it is open
         self._drawn: list[Tensor] = []  # states of the generators as this pass began
         self._keep = keep
         self._items: Iterator[Any] | None = None
         self._looked_at: list[Any] = []  # the first item, or its error, until it is drawn
         self.dense_features: int | None = None
-        self._again = 0  # items that `open` reads and drops
+        self._again = 0  # items that `open` reads and drops to come to the position
         self.last: Batch | None = None
         self.draws_random = False
 
@@ -115,40 +123,82 @@ class OwnBatches:
         A loader without `state_dict` is read again also where the one of the position had it.
         Raises ConfigError for a loader with it where that had none.
         """
-        self._start, state = dict(position), position["loader"] if self.stateful else None
-        if self.stateful and state is None and position["items"]:
+        self._start = dict(position)
+        if not self.stateful:
+            begun, self._again = position, position["items"]
+        elif position["loader"] is None and position["items"]:
             raise ConfigError(
                 "the checkpoint is of a loader without state_dict, this one is with: resume with "
                 "the loader it was made with"
             )
-        drawn = () if self.stateful else position.get("draws", ())
-        if state is not None or position["epoch"] or drawn:
+        else:
+            begun, self._again = self._earlier or position, 1 if self._earlier else 0
+        state = begun["loader"] if self.stateful else None
+        drawn = begun.get("draws", ())
+        if state is not None or begun["epoch"] or drawn:
             self._drop_items()  # what was looked at is of another place
         if drawn:
             self._draws = self._draws or Draws(self._loader)
             self._draws.set_states(drawn)
         if state is not None:
-            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
-        self._again = 0 if self.stateful else position["items"]
+            try:
+                self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+            except Exception as error:
+                raise self._not_resumed(error) from error
+
+    @property
+    def _earlier(self) -> Mapping[str, Any] | None:
+        """The position one item before that where `open` goes, of an iterable with a state."""
+        return self._start.get("earlier") if self.stateful else None
+
+    def _not_resumed(self, error: Exception) -> ConfigError:
+        """The error for an iterable that cannot go on from its own state."""
+        return ConfigError(
+            f"{self.name} cannot go on from its state_dict ({type(error).__name__}: {error}): "
+            f"{STATELESS}"
+        )
 
     def open(self) -> None:
         """Begin the first pass, with its workers where it has some, and come to the position; from
         the main thread.
 
-        Raises ConfigError for a position that no checkpoint could be resumed from.
+        Raises ConfigError for a position that no checkpoint could be resumed from, and for an
+        iterable that cannot go on from its state.
         """
-        if self._items is None:
-            self._begin_items(self._start["epoch"])
-            if self.stateful:
-                read_position(_packed(self._loader.state_dict()))  # type: ignore[attr-defined]
+        try:
+            if self._items is None:
+                self._begin_items((self._earlier or self._start)["epoch"])
+                if self.stateful:
+                    read_position(_packed(self._loader.state_dict()))  # type: ignore[attr-defined]
+            self._start.setdefault("draws", self._drawn)
+            self._read_again()
+        except DataError as error:
+            if self.stateful and self._start["items"]:
+                raise self._not_resumed(error) from error
+            raise
+
+    def _read_again(self) -> None:
+        """Read the items up to the position, and keep the last of them in `last`."""
         before = torch.get_rng_state()
+        self._set_generators(self._earlier or self._start)
         for number in range(self._again):
-            if (item := self._draw(number)) is _END:
+            item = self._draw(number)
+            if item is _END:
                 break
             if number == self._again - 1:
                 self.last = as_batch(item, self.features, number, self._start["epoch"])
-        self.draws_random |= not torch.equal(before, torch.get_rng_state())
+        if self._again:
+            self._set_generators(self._start)
+            self._previous = self._position(self._start["epoch"], self._start["items"])
+        if not self.stateful:
+            self.draws_random |= not torch.equal(before, torch.get_rng_state())
         self._again = 0
+
+    def _set_generators(self, position: Mapping[str, Any]) -> None:
+        """Put the generators where they were at a position of an iterable with a state, which need
+        not bring them back itself: later passes draw from them."""
+        if self.stateful and self._draws is not None and "draws_now" in position:
+            self._draws.set_states(position["draws_now"])
 
     def first_look(self) -> tuple[int, bool]:
         """Ids of the first item, which is still the first that `batches` gives, and whether they
@@ -171,25 +221,20 @@ class OwnBatches:
 
         Raises DataError for a step that is further back than is remembered.
         """
-        if not self._positions:
-            return _packed(self._start | more)  # nothing was drawn
+        if step == self._first_step:
+            return _packed(self._start | more)
         if step not in self._positions:
             first, last = min(self._positions), max(self._positions)
             raise DataError(
                 f"the loader's position after {step} steps is not known, only those after {first} "
                 f"to {last}: batches were drawn too far ahead"
             )
-        epoch, items, state, drawn = self._positions[step]
-        loader = None if state is None else pickle.loads(state)  # made by this process
-        position = {"epoch": epoch, "items": items, "loader": loader, "draws": drawn}
-        return _packed(position | more)
+        return _packed(_unpickled(self._positions[step]) | more)
 
     def batches(self, first_step: int) -> Iterator[Batch]:
         """Training batches from step `first_step` on, after `open`; their global size is not known
         yet."""
-        step = first_step
-        state = pickle.dumps(self._start["loader"])
-        self._positions[step] = self._start["epoch"], self._start["items"], state, self._drawn
+        step = self._first_step = first_step
         for epoch in range(self._start["epoch"], self._epochs):
             done = self._start["items"]
             if epoch > self._start["epoch"]:
@@ -228,6 +273,8 @@ class OwnBatches:
         self._draws = self._draws or Draws(self._loader)
         self._drawn = self._draws.states()
         self._items = _begin(self._loader, "train", epoch)
+        # A pass that a stop has cut off may have left an iterable that cannot tell its state.
+        self._previous = None if stop_requested() else self._position(epoch, 0)
 
     def _drop_items(self) -> None:
         """Let go of the iterator, what was looked at and the workers."""
@@ -240,12 +287,22 @@ class OwnBatches:
 
     def _remember(self, step: int, epoch: int, done: int) -> None:
         """The iterable's position after `step` steps."""
-        state = None
-        if self.stateful:  # as it is now, whatever the loader makes of it later
-            state = pickle.dumps(self._loader.state_dict())  # type: ignore[attr-defined]
-        self._positions[step] = epoch, done, state, self._drawn
+        position = self._position(epoch, done)
+        # Of the same pass: an iterable need not come over the end of one twice.
+        self._positions[step] = position | {"earlier": self._previous if self.stateful else None}
+        self._previous = position
         if len(self._positions) > self._keep:
             self._positions.popitem(last=False)
+
+    def _position(self, epoch: int, items: int) -> dict[str, Any]:
+        """The position after `items` of a pass: the iterable's state, pickled as it is now, and
+        states of the generators as the pass began and, of an iterable with a state, now."""
+        position: dict[str, Any] = {"epoch": epoch, "items": items, "draws": self._drawn}
+        state = self._loader.state_dict() if self.stateful else None  # type: ignore[attr-defined]
+        position["loader"] = pickle.dumps(state)
+        if self.stateful and self._draws is not None:
+            position["draws_now"] = self._draws.states()
+        return position
 
     def _draw(self, number: int) -> Any:
         """The next item of the pass, or `_END`, also after `close`."""
@@ -255,6 +312,14 @@ class OwnBatches:
         if isinstance(item, DataError):
             raise item
         return item
+
+
+def _unpickled(position: Mapping[str, Any]) -> dict[str, Any]:
+    """A position that `OwnBatches` remembered, with the state as the iterable gave it."""
+    found = dict(position) | {"loader": pickle.loads(position["loader"])}  # of this process
+    if found.get("earlier") is not None:
+        found["earlier"] = _unpickled(found["earlier"])
+    return found
 
 
 def _packed(position: Any) -> bytes:

@@ -328,7 +328,7 @@ def test_resuming_is_exact(seen):
     for found in seen[0]:
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
-        assert found["resuming"]["drawn again"] == [0, *range(5, 12)]
+        assert found["resuming"]["drawn again"] == [0, *range(4, 12)]
 
 
 def test_no_worker_process_is_left(seen):
@@ -702,6 +702,70 @@ def test_positions_that_no_checkpoint_can_have_are_refused_at_the_start(tmp_path
     assert not (tmp_path / "executed").exists()
     older = pickle.dumps({"epoch": 0, "items": 3, "loader": {"at": 3}})  # as format 2 has it
     assert next(opened(Resumable(), older, 3)[1]).index == 3
+
+
+class Astray(Resumable):
+    """Its state leads elsewhere: so many items on, or to an error."""
+
+    def __init__(self, on: int) -> None:
+        super().__init__()
+        self.on = on
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"] + self.on
+        if self.on == 9:
+            self.at = "nowhere"
+
+
+class Shuffling(DataLoader):
+    """A pass in an order that its generator draws, which its state does not bring back."""
+
+    def __init__(self) -> None:
+        super().__init__(slices(), None, generator=torch.Generator().manual_seed(5))
+        self.order: list[int] = []
+        self.at: int | None = None
+
+    def __iter__(self):
+        drawn = torch.randperm(12, generator=self.generator).tolist()
+        if self.at is None:
+            self.order, self.at = drawn, 0
+        while self.at < 12:
+            self.at += 1
+            yield self.dataset[self.order[self.at - 1]]
+        self.at = None
+
+    def state_dict(self) -> dict:
+        return {"at": self.at, "order": self.order}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at, self.order = state["at"], state["order"]
+
+
+@pytest.mark.parametrize("on", [-1, 1, 7, 9])
+def test_a_state_that_leads_elsewhere_is_refused(tmp_path, caplog, on):
+    half = {"trainer__resume": str(tmp_path / "half")}
+    fit(None, tmp_path / "half", Astray(on), trainer__steps=5)
+    said = r"Astray.load_state_dict led to another place: give a loader without .*resume_data=any"
+    if on == 9:
+        said = r"Astray cannot go on from its state_dict \(DataError: .*: give a loader without"
+    with pytest.raises(ConfigError, match=said):
+        fit(None, tmp_path / "rest", Astray(on), **half)
+    if on == 1:
+        fit(None, tmp_path / "rest", Astray(on), trainer__resume_data="any", **half)
+        assert "give another global batch before it" in caplog.text
+    whole = digests(fit(None, tmp_path / "whole", slices()))
+    assert digests(fit(None, tmp_path / "remedy", slices(), **half)) == whole
+
+
+@pytest.mark.parametrize("stops", [(1, 2), (11, 13), (12,)])
+def test_a_loader_with_a_state_goes_on_with_its_generators(tmp_path, stops):
+    whole, before = fit(None, tmp_path / "whole", Shuffling(), epochs=2), {}
+    for stop in (*stops, None):
+        folder = tmp_path / str(stop)
+        keys = {"epochs": 2, "trainer__steps": stop, "run__save": True} | before | AUTO
+        last = fit(None, folder, Shuffling(), **keys)
+        before = {"trainer__resume": str(folder)}
+    assert (last["first_step"], digests(last)) == (stops[-1], digests(whole))
 
 
 def test_positions_are_few_and_a_passed_one_is_not_known():
