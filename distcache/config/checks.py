@@ -431,11 +431,21 @@ def _model(model: ModelConfig, data: DataConfig) -> Refusals:
     }
 
 
+_FLOAT32_MAX = 3.4028234e38
+
+
 def _optim(optim: OptimConfig) -> Refusals:
     two = len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas)
     zero = "adam" in optim.name or ("adagrad" in optim.name and not optim.initial_accumulator)
     inside = optim.decay_steps > 0 and optim.decay_start < optim.warmup_steps
+    numbers = {name: value for name, value in vars(optim).items() if isinstance(value, float)}
     return {
+        **{
+            f"optim.{name}={value} is too large for float32: give a smaller number": (
+                abs(value) > _FLOAT32_MAX
+            )
+            for name, value in numbers.items()
+        },
         f"optim.betas={optim.betas}: give two numbers in [0, 1)": not two,
         f"optim.lr_power={optim.lr_power}: give a number from -1 on, below 0": (
             not -1 <= optim.lr_power < 0
@@ -453,14 +463,14 @@ def _trainer(config: Config) -> Refusals:
     trainer, data = config.trainer, config.data
     endless = trainer.steps is None and data.name == "synthetic" and data.samples is None
     nothing = trainer.eval_every is not None and trainer.eval_steps == 0
-    no_time = not (math.isfinite(trainer.timeout_s) and trainer.timeout_s > 0)
+    no_time = not 0 < trainer.timeout_s <= 1e8
     return {
         "run.dir is empty: name a folder, such as run.dir=runs/first": not config.run.dir.strip(),
         "trainer.steps=null means one epoch, but data.samples=null is a stream without an end: "
         "give trainer.steps=<steps> or data.samples=<samples of an epoch>": endless,
         f"trainer.eval_every={trainer.eval_every} with trainer.eval_steps=0 evaluates nothing: "
         "give trainer.eval_steps=all or a number of batches, or leave eval_every out": nothing,
-        f"trainer.timeout_s={trainer.timeout_s}: give seconds above 0": no_time,
+        f"trainer.timeout_s={trainer.timeout_s}: give seconds above 0, at most 10^8": no_time,
     }
 
 

@@ -332,6 +332,12 @@ class InteractionsSpec:
     dtype: torch.dtype = torch.float32
 
 
+_RENUMBER = "number them from 0, or give data.table_rows=[users,items] with data.on_bad_id=hash"
+_LARGE_TABLE = 1_000_000
+_SPARSE = 100
+"""Rows for each id that occurs, and rows of a table, above which a warning names the largest id."""
+
+
 class InteractionsSource(SlicedSource):
     """The `BatchSource` of an `InteractionsSpec`; features `user` and `item`, one id each.
 
@@ -349,6 +355,7 @@ class InteractionsSource(SlicedSource):
     def __init__(self, spec: InteractionsSpec) -> None:
         self.spec = spec
         self.bad_lines = BadLines(spec.on_bad_line)
+        self._files = find_files("data.path", spec.paths, "a file of interactions")
         found, self.table_rows = self._in_tables(self._read())
         train, rest = self._split(found)
         if not len(train):
@@ -426,7 +433,7 @@ class InteractionsSource(SlicedSource):
     def _read(self) -> np.ndarray:
         """All interactions in file order, those rated too low left out."""
         spec, fields = self.spec, FEATURES
-        files = find_files("data.path", spec.paths, "a file of interactions")
+        files = self._files
         kind = spec.format
         if kind == "auto":
             name = files[0].path.name.lower().removesuffix(".gz")
@@ -436,6 +443,7 @@ class InteractionsSource(SlicedSource):
             found, fields = read_csv(files, spec.delimiter, self.bad_lines)
         else:
             found = read_user_lines(files, self.bad_lines, is_named=spec.format == "lines")
+        self._columns = fields if kind == "csv" else ()
         self.bad_lines.report()
         for key, wanted, column in (
             ("min_rating", spec.min_rating is not None, "rating"),
@@ -461,19 +469,51 @@ class InteractionsSource(SlicedSource):
         users, items = (int(rows) for rows in spec.table_rows or (at + 1 for at in largest))
         if users * items >= 2**62:
             raise DataError(
-                f"data.path: the ids reach {users - 1} (user) and {items - 1} (item), too far for "
-                "tables of a row per id; number them from 0, or give data.table_rows=[users,items] "
-                "with data.on_bad_id=hash"
+                f"data.path: the ids reach user {users - 1}{self._place(0, users - 1)} and item "
+                f"{items - 1}{self._place(1, items - 1)}, too far for tables of a row per id: "
+                f"{_RENUMBER}"
             )
-        for name, at, rows in zip(FEATURES, largest, (users, items), strict=True):
-            if spec.on_bad_id == "error" and at >= rows:
+        for at, (name, most, rows) in enumerate(
+            zip(FEATURES, largest, (users, items), strict=True)
+        ):
+            if spec.on_bad_id == "error" and most >= rows:
                 raise DataError(
-                    f"data.path: {name} {at} is not in its table, which has {rows} rows "
-                    "(data.table_rows); leave data.table_rows out, or take such ids modulo the "
-                    "rows with data.on_bad_id=hash"
+                    f"data.path: {name} {most}{self._place(at, most)} is not in its table, which "
+                    f"has {rows} rows (data.table_rows); leave data.table_rows out, or take such "
+                    "ids modulo the rows with data.on_bad_id=hash"
+                )
+            distinct = len(np.unique(found[name]))
+            if not spec.table_rows and rows > max(_SPARSE * distinct, _LARGE_TABLE):
+                logger.warning(
+                    f"data.path: {name} {most:,}{self._place(at, most)} gives its table {rows:,} "
+                    f"rows, but the data have {distinct:,} different ids: {_RENUMBER}"
                 )
             found[name] %= rows
         return found, (users, items)
+
+    def _place(self, field: int, value: int) -> str:
+        """Return the file and line that first has the id `value` of a user (0) or item (1), in
+        parentheses; empty if no line is found."""
+        for file in self._files:
+            separator = b""
+            for first, block in _blocks(file):
+                for number, line in enumerate(block.split(b"\n"), first):
+                    if not self._columns:
+                        fields = line.split()
+                        ids = fields[:1] if field == 0 else fields[1:]
+                    else:
+                        separator = separator or self._separator(line)
+                        fields = line.split(separator)
+                        place = self._columns.index(FEATURES[field])
+                        ids = fields[place : place + 1]
+                    if any(_NUMBER.fullmatch(text) and float(text) == value for text in ids):
+                        return f" ({file.path}:{number})"
+        return ""
+
+    def _separator(self, line: bytes) -> bytes:
+        """The bytes between the columns of a file whose first line is `line`."""
+        delimiter = _DELIMITER_NAMES.get(self.spec.delimiter, self.spec.delimiter)
+        return (_delimiter_of(line) if delimiter == "auto" else delimiter).encode()
 
     def _split(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Those to train on, in file order, and the held-out ones in order of time."""

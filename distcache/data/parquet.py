@@ -147,7 +147,9 @@ def kind_of(type_: pa.DataType) -> tuple[str, bool]:
     return next(kinds, str(inner)), is_list
 
 
-_NULL = "there is no value (null); data.nulls=zero or data.nulls=empty says what to take"
+_RULE = "data.nulls=zero or data.nulls=empty says what to take"
+_NULL = f"there is no value (null); {_RULE}"
+_NAN = f"the value is NaN, which counts as missing; {_RULE}"
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,11 @@ class Column:
         """Values float64, 0 where null or NaN."""
         values, missing = _decoded(flat)
         values = values.astype(np.float64)
-        missing = missing | np.isnan(values)
         self._refuse_nulls(missing, row_of)
-        return np.where(missing, 0.0, values)
+        is_nan = np.isnan(values)
+        if self.spec.nulls == "error":
+            self.refuse(is_nan, lambda at: _NAN, row_of)
+        return np.where(missing | is_nan, 0.0, values)
 
     def _of_float32(self, values: np.ndarray, row_of: np.ndarray | None = None) -> np.ndarray:
         """`values`, every one of which float32 can hold."""

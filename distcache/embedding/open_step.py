@@ -60,6 +60,7 @@ class OpenStep:
         """What the graphs of lookups hold; None once it is this step."""
         self.reduced = False
         self.finite: Tensor | None = None
+        self.nonfinite_cause = ""
         self.owners: list[Owners | None] = []
         self._task = -1
         self._take(leaves)

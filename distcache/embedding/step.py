@@ -34,7 +34,7 @@ from distcache.engine.groups import TableSettings
 from distcache.engine.pipeline import STOP_S
 from distcache.engine.planning import planner_threads
 from distcache.engine.step import APPLY, Flight, StageClock, record
-from distcache.engine.step_rows import choices_of
+from distcache.engine.step_rows import RowSums, choices_of
 from distcache.engine.tables import CachedTables, all_of
 from distcache.engine.whole import Part, WholeTables
 from distcache.errors import NonFiniteLossError, PlanError
@@ -98,7 +98,7 @@ class CollectionTables:
         self.earlier, self._host = EarlierSteps(self), host_link(world)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
-        self._judged: list[tuple[int, tuple[int, ...], Tensor, DeviceEvent]] = []
+        self._judged: list[tuple[str, tuple[int, ...], Tensor, DeviceEvent]] = []
         self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Reader] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
@@ -302,6 +302,13 @@ class CollectionTables:
         if step is None or (step.leaves is None and not step.flight.spans):  # all is told
             self.current = None
             return
+        if self.earlier.pending and len(step.reads) > 1:
+            raise PlanError(
+                f"step {step.flight.step} was read as {len(step.reads)} micro-batches "
+                f"(accumulate={len(step.reads)}), and another batch came before ebc.step() had "
+                "applied their row gradients: evaluate, and read other batches, only between two "
+                "optimizer steps"
+            )
         if self.earlier.pending:
             raise PlanError(
                 f"step {step.flight.step} has row gradients that were neither applied nor dropped: "
@@ -350,10 +357,34 @@ class CollectionTables:
                     step.owners[at] = step.view.owners(at, sums, frozen)
             if step.view.guard is not None or self.settings.on_nonfinite != "off":
                 step.finite = step.view.all_finite(sums)
+            on_cpu = not engine.streams.asynchronous  # a GPU would have to wait for the flag
+            if on_cpu and self.settings.on_nonfinite != "off" and not bool(step.finite):
+                step.nonfinite_cause = self._nonfinite_cause(step, sums, gradients)
         engine.streams.wait_events(COMPUTE, (flight.after,))
         for leaf in step.leaves or []:
             leaf.grad = None  # the sums take its place
         step.view.take(sums, step.finite)
+
+    def _nonfinite_cause(
+        self, step: OpenStep, sums: RowSums, gradients: Sequence[Tensor | None]
+    ) -> str:
+        """Return the tables and ranks of gradients that are not finite, for a message. Called by
+        all ranks, inside `syncing`."""
+        names = set[str]()
+        for at, group in enumerate(self.engine.groups):
+            owners = step.owners[at]
+            if owners is None:
+                owners = step.view.owners(at, sums, [False] * len(group.tables))
+            for places, rows in zip(owners, sums[at], strict=True):
+                if places is not None and rows is not None:
+                    bad = ~torch.isfinite(rows.flatten(1)).all(1).cpu()
+                    names |= {self.tables[group.tables[i]].name for i in places[bad].unique()}
+        is_source = any(g is not None and not bool(torch.isfinite(g).all()) for g in gradients)
+        by_rank = torch.tensor([is_source], dtype=torch.uint8)
+        flags = self._host.start_all_gather(by_rank, PLANNING, "gradients that are not finite")()
+        ranks = ", ".join(map(str, flags.flatten().nonzero().flatten().tolist()))
+        tables = ", ".join(sorted(names)) or "that other ranks update"
+        return f" (tables {tables}; from the batch of rank {ranks})"
 
     def summed(self) -> None:
         """The current step's gradients are summed: rows may be updated inside backward."""
@@ -376,7 +407,10 @@ class CollectionTables:
         on, enabled, flight = self.settings.on_nonfinite, None, step.flight
         if on == "skip" and step.finite is not None and not bool(step.finite):
             self.skipped += 1
-            log.warning("step %d was left out: its row gradients are not finite", flight.step)
+            log.warning(
+                f"step {flight.step} was left out: its row gradients are not finite"
+                f"{step.nonfinite_cause}"
+            )
             self._end(step)
             return
         counted = tuple(sorted(set(range(len(self.counts))) - step.frozen))
@@ -394,7 +428,8 @@ class CollectionTables:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
-            self._judged.append((flight.step, counted, there, streams.record_event(COMPUTE)))
+            name = f"{flight.step}{step.nonfinite_cause}"
+            self._judged.append((name, counted, there, streams.record_event(COMPUTE)))
         flight.after = streams.record_event(COMPUTE)
         with engine.whole:
             with engine.stage(APPLY, flight):
@@ -418,15 +453,15 @@ class CollectionTables:
     def _judge(self, keep: int) -> None:
         """Look whether steps were applied, but for the last `keep` of them."""
         while len(self._judged) > keep:
-            step, _, there, mark = self._judged[0]
+            name, _, there, mark = self._judged[0]
             self.engine.link.settle("the step's end", mark)
             if not bool(there):
                 for _, counted, *_ in self._judged:  # they counted, before anybody knew
                     for table in counted:
                         self.counts[table] -= 1
-                self._judged = [(step, (), there, mark)]
+                self._judged = [(name, (), there, mark)]
                 raise NonFiniteLossError(
-                    f"step {step}: row gradients are not finite, and nothing was applied from "
+                    f"step {name}: row gradients are not finite, and nothing was applied from "
                     "there on (on_nonfinite='stop'): the tables are those before it; save them, or "
                     "go on from a checkpoint"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import logging
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_csv_by_last_and_ratings(tmp_path):
 def test_ids_and_tables(tmp_path):
     path = write(tmp_path / "a.txt", LINES)
     assert source(path, table_rows=(10, 20)).table_rows == (10, 20)
-    with pytest.raises(DataError, match=r"item 7 is not in its table, which has 4 rows"):
+    with pytest.raises(DataError, match=r"item 7 \(.*:5\) is not in its table, which has 4 "):
         source(path, table_rows=(5, 4))
     hashed = source(path, table_rows=(5, 4), on_bad_id="hash")
     assert max(item for _, item, _ in samples(hashed)) == 3
@@ -132,6 +133,22 @@ def test_ids_and_tables(tmp_path):
     with pytest.raises(DataError, match=r"too far for tables of a row per id.*on_bad_id=hash"):
         source(far)
     assert source(far, table_rows=(100, 100), on_bad_id="hash").table_rows == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.txt", ["1 2 3", f"2 1 {10**12} 4", "3 1 2 4 5"]),
+        ("a.csv", ["1,2", f"2,{10**12}", "1,3"]),
+    ],
+)
+def test_the_line_of_an_id_that_makes_a_table_huge_is_named(tmp_path, caplog, name, lines):
+    path = write(tmp_path / name, lines)
+    with caplog.at_level(logging.WARNING, logger="distcache"):
+        assert source(path).table_rows[1] == 10**12 + 1
+    assert f"item 1,000,000,000,000 ({path}:2) gives its table" in caplog.text
+    with pytest.raises(DataError, match=re.escape(f"item {10**12} ({path}:2) is not in its table")):
+        source(path, table_rows=(5, 9))
 
 
 BAD_LINES = {

@@ -236,6 +236,8 @@ BAD_VALUES = {
     "negative id": ({"a": [1, 2, 3, -4]}, {}, r"row 4, column 'a': id -4 is not in its table"),
     "large id": ({"a": [1, 2, 50, 4]}, {}, r"row 3, column 'a': id 50 .* 50 rows .*hash"),
     "id in a list": ({"a": [[1], [], [2, 99], []]}, {}, r"row 3, column 'a': id 99"),
+    "NaN": ({"x": [1, math.nan, 3.0, 4.0]}, {}, r"row 2, column 'x': the value is NaN"),
+    "null": ({"x": [1, None, 3.0, 4.0]}, {}, r"row 2, column 'x': there is no value \(null\)"),
     "infinite": ({"x": [1, 2, math.inf, 4.0]}, {}, NOT_FLOAT32),
     "large": ({"x": [1, 2, 1e300, 4.0]}, {}, NOT_FLOAT32),
     "negative": ({"x": [1, 2, -4e38, 4.0]}, {}, NOT_FLOAT32),

@@ -133,6 +133,15 @@ def test_gradients_left_over_are_an_error_unless_dropped() -> None:
         loss_of(model, draw(70))
 
 
+def test_an_evaluation_between_the_micro_batches_of_a_step_is_named() -> None:
+    ebc, model = made()
+    stream = lookahead(batches(), ebc, accumulate=3)
+    first = next(stream)
+    loss_of(model, first).backward()
+    with torch.no_grad(), pytest.raises(PlanError, match=r"as 3 micro-batches.*evaluate.*between"):
+        loss_of(model, draw(70))
+
+
 def test_backward_twice_or_too_late_is_an_error() -> None:
     ebc, model = made()
     stream = lookahead(batches(), ebc)
