@@ -335,7 +335,7 @@ def draw_bars(
         panel.set_ylim(min(seen) / 4, max(seen) * 3)
     else:
         panel.margins(y=0.15)
-        panel.yaxis.set_major_formatter("{x:,.0f}")
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     panel.set_xticks(places, list(keys.values()))
 
 

@@ -57,12 +57,14 @@ def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
 
 
 def near_keys(key: str, schema: type = Config) -> list[str]:
-    """Keys with a value that `key` may have been meant for, likeliest first."""
+    """Keys that `key` may be meant for, likeliest first; sections only for a top-level one."""
     values = sorted(key for key in _kinds(schema) if not is_section(key, schema))
     section, _, name = key.rpartition(".")
     if all(meant in _kinds(schema) for meant in _ELSEWHERE.get(name, ("",))):
         return list(_ELSEWHERE[name])
-    own = difflib.get_close_matches(name, own_keys(schema), n=1)
+    sections = [] if section else [key for key in _kinds(schema) if is_section(key, schema)]
+    own = difflib.get_close_matches(name, sections, n=1, cutoff=0.75)
+    own += difflib.get_close_matches(name, own_keys(schema), n=1)
     last = {value: value.rpartition(".")[2] for value in values}
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))

@@ -23,7 +23,6 @@ from distcache.planner.victims import AUTO, Policy
 from distcache.popularity.curve import Curve, most_frequent
 from distcache.popularity.slots import (
     BY_CURVE,
-    MARGIN,
     StepCurves,
     cache_bytes,
     cache_slots,
@@ -206,15 +205,8 @@ class CacheRequest:
             return plan, self.first_rows(plan.slots, statistics, world.size)
 
         plan, pinned = on_first(world, planned)
-        if world.is_first and self._by_default and isinstance(keys.split, str):
-            log.info(
-                "the cache has %s slots: 1.5 %% of the rows of each width of table, but at least "
-                "32 MiB of them, or %g times what %d steps are expected to name where the batch is "
-                "known (cache.rows, cache.ratio or cache.bytes gives another size)",
-                listed(plan.slots),
-                MARGIN,
-                self.prefetch + 2,
-            )
+        if world.is_first:
+            log.info(self._size_line(plan.slots, world.size))
         if statistics is None:
             return plan.slots, None
         if world.is_first:
@@ -224,6 +216,19 @@ class CacheRequest:
             warm = WARM_START if pinned is None else 1.0
         classes = self.policy.needs_popularity
         return plan.slots, Popularity(statistics, plan.hot_rows, float(warm), classes, pinned)
+
+    def _size_line(self, slots: Sequence[int], world_size: int) -> str:
+        """Return the size of the cache, rows and bytes of one rank, for the log."""
+        sizes = self.groups(world_size)
+        count = sum(slots)
+        rows = sum(of_group for of_group, _, _ in sizes)
+        device_bytes = describe_bytes(cache_bytes(slots, sizes, self.itemsize))
+        if count >= rows:
+            return f"all {rows:,} rows are cached: {device_bytes} on each rank"
+        return (
+            f"{count:,} of {rows:,} rows are cached on each rank ({count / rows:.1%}, "
+            f"{device_bytes}); cache.rows, cache.ratio or cache.bytes gives another size"
+        )
 
     def _report(self, plan: SlotPlan, statistics: Statistics, world_size: int) -> None:
         """Log each table's hot rows, the largest first."""

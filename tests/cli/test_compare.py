@@ -211,6 +211,17 @@ def test_a_summary_that_was_there_before_is_no_result(tmp_path):
     assert not found.summary and "give another output=" in found.error
 
 
+def test_the_ticks_of_an_axis_differ(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    panel = figure.subplots()
+    numbers = {"embedding_device_bytes": 2.1 * 2**20, "peak_device_bytes": 2.3 * 2**20}
+    run = entry.ModeRun("data", "data", tmp_path, 0, 1.0, summary=numbers)
+    entry.draw_bars(panel, {"data": [run]}, entry.MEMORY, entry.ModeRun.number, entry.MIB)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert len({*labels}) == len(labels) > 2
+
+
 def test_the_files(tmp_path):
     failed = read_run("host", "host", tmp_path / "host", 1, 1.0, tmp_path / "no.log")
     runs = [run_of(tmp_path, "data"), run_of(tmp_path, "hybrid"), failed]

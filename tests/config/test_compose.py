@@ -127,6 +127,8 @@ def test_the_text_that_ranks_share_has_all_values_in_it():
         ("lr=5", "did you mean optim.dense_lr or optim.embedding_lr?"),
         ("cache.order=popularity", "cache.order: this key went, for "),
         ("cache.admission=true", "cache.admission: this key went, for "),
+        ("optm=adagrad", "optm: no such key: did you mean optim"),
+        ("modle=dlrm", "modle: no such key: did you mean model"),
         ("zzz=5", "zzz: no such key: `--cfg job` shows all keys"),
         ("cache=1", "cache=1: cache is a section of "),
         ("cache=wide", "cache=wide: no such cache: there is default"),

@@ -593,3 +593,16 @@ def frozen_ddp(rank: int, size: int) -> dict:
 
 def test_ddp_and_frozen_tables() -> None:
     assert_same(*ranks(frozen_ddp))
+
+
+def test_the_log_states_which_rows_are_cached(caplog: pytest.LogCaptureFixture) -> None:
+    rows = sum(config.num_embeddings for config in configs())
+    for settings, text in (
+        ({"rows": 1_000_000}, f"all {rows:,} rows are cached: "),
+        ({"rows": rows // 2}, f" of {rows:,} rows are cached on each rank ("),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="distcache"):
+            ebc = cached("sgd", **settings)
+            ebc(draw(0).sparse_features)
+        assert text in caplog.text
