@@ -22,7 +22,19 @@ from omegaconf import OmegaConf
 from distcache import train
 from distcache.cli.compose import compose_overrides
 
-BASE = ["data.table_rows=[50,30]", "data.global_batch_size=16", "model.embedding_dim=4", "model.dense_arch=[8,4]", "model.over_arch=[8,1]", "trainer.steps=1", "trainer.eval_steps=0", "trainer.timeout_s=5", "trainer.threads=1", "run.save=false", "run.dir=run"]
+BASE = [
+    "data.table_rows=[50,30]",
+    "data.global_batch_size=16",
+    "model.embedding_dim=4",
+    "model.dense_arch=[8,4]",
+    "model.over_arch=[8,1]",
+    "trainer.steps=1",
+    "trainer.eval_steps=0",
+    "trainer.timeout_s=5",
+    "trainer.threads=1",
+    "run.save=false",
+    "run.dir=run",
+]
 
 NUMBERS = "0 -1 1 2 7 0.5 1e-3 1e308 -1e308 inf nan -inf 9223372036854775807 9223372036854775808"
 WORDS = "null true false auto all none '' ' ' a/b .. é 1s 30min end 0s 2g sum mean adam cpu float64"
