@@ -66,7 +66,12 @@ def run(line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
     """Find everything out, write and say it."""
     check_line(line)
     output = output_folder(line.values.output, "runs/analyze-")
-    open_folder(output, "output")
+    with open_folder(output, "output"):
+        return _run_into(output, line, command)
+
+
+def _run_into(output: Path, line: Line[AnalyzeConfig], command: Sequence[str]) -> int:
+    """Do what `run` does, with the files in a folder that is there."""
     wanted, overrides = line.values, line.overrides
     if not any(word.startswith("cache.statistics=") for word in overrides):
         # Where statistics are not given, they are those that are counted now.

@@ -23,7 +23,16 @@ from typing import Any
 import numpy as np
 
 from distcache.cli.compose import Line, checked_config, compose_overrides, override, run_command
-from distcache.cli.run import Table, draw, machine_text, output_folder, run_job, tidy, train_command
+from distcache.cli.run import (
+    Table,
+    draw,
+    machine_text,
+    open_folder,
+    output_folder,
+    run_job,
+    tidy,
+    train_command,
+)
 from distcache.config import option, rules_of
 from distcache.config.checks import at_least, one_of, refuse_if
 from distcache.config.tree import Config
@@ -81,14 +90,14 @@ def run(line: Line[CompareConfig], command: Sequence[str]) -> int:
     """Run, read, report; 0, or 1 if a mode failed. Raises ConfigError if no mode can run."""
     check_line(line)
     jobs, out = prepare(line), output_folder(line.values.output, "compare/")
-    out.mkdir(parents=True, exist_ok=True)
-    runs = [
-        run_mode(line.values, out, mode, job, repeat)
-        for repeat in range(line.values.repeats)
-        for mode, job in jobs.items()
-        if repeat == 0 or not isinstance(job, ConfigError)
-    ]
-    write_files(out, runs, shlex.join(command))
+    with open_folder(out, "output"):
+        runs = [
+            run_mode(line.values, out, mode, job, repeat)
+            for repeat in range(line.values.repeats)
+            for mode, job in jobs.items()
+            if repeat == 0 or not isinstance(job, ConfigError)
+        ]
+        write_files(out, runs, shlex.join(command))
     sys.stdout.write(f"\n{markdown(runs)}\n")
     sys.stdout.flush()
     log.info("table, runs and plots are in %s", out)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from distcache.config.checks import refuse_if
 from distcache.config.keys import own_keys
 from distcache.config.tree import Config
 from distcache.data.files import read_json, write_json
+from distcache.errors import DataError
 from distcache.parallel.base import tf32
 from distcache.train import in_world, launch
 from distcache.trainer import build
@@ -104,7 +106,13 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
     `predictions`: a file of `write_predictions`; `metrics`: a JSON file; rank 0 writes both. Raises
     ConfigError where it cannot, or where checkpoint, data and settings do not go together.
     """
-    on_first(world, lambda: check_outputs(predictions, metrics))
+    with ExitStack() as folders:
+        on_first(world, lambda: check_outputs(predictions, metrics, folders))
+        _evaluate(config, world, predictions, metrics)
+
+
+def _evaluate(config: Config, world: World, predictions: Path | None, metrics: Path | None) -> None:
+    """Do what `evaluate` does, with the folders of the files there."""
     run_dir, source = Path(config.run.dir), build.build_source(config)
     if config.data.verify:
         build.verify_files(source.files.files, world, run_dir)
@@ -123,13 +131,17 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
     was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
     own = identity_of(config, world, source, tables)
     identity = {**own, "world_size": was["world_size"]}
-    start = next(find_starts(config, world, run_dir, identity))
+    starts = find_starts(config, world, run_dir, identity)
+    start = next(starts)
     mode = build.build_parallel(config, world, tables, model, source)
     mode.scratch = run_dir
     found = Evaluation(None if predictions is None else partial(write_predictions, predictions))
     try:
         with file_world(world, most_bytes(identity)) as files:
-            load(start, mode, files)
+            try:
+                load(start, mode, files)
+            except DataError as error:
+                starts.throw(error)  # raises it, with the name of an intact checkpoint
         with tf32(config.trainer.tf32):
             for step in mode.stream(schedule.batches(source, world.rank, world.size)):
                 found.add(mode.eval_step(step), step.batch.labels)
@@ -143,12 +155,13 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
             write_json(metrics, {"step": step} | asdict(result))
 
 
-def check_outputs(predictions: Path | None, metrics: Path | None) -> None:
-    """Make the folders of the files to write. Raises ConfigError where that is not possible."""
+def check_outputs(predictions: Path | None, metrics: Path | None, folders: ExitStack) -> None:
+    """Make the folders of the files to write; `folders` removes them after an error. Raises
+    ConfigError where that is not possible."""
     for key, path in (("predictions", predictions), ("metrics", metrics)):
         if path is not None:
             refuse_if(path.is_dir(), f"{key}={path} is a folder: give the name of a file")
-            open_folder(path.parent, key)
+            folders.enter_context(open_folder(path.parent, key))
     missing = predictions is not None and importlib.util.find_spec("pyarrow") is None
     refuse_if(missing, f"predictions={predictions} needs pyarrow: pip install pyarrow")
 

@@ -7,13 +7,15 @@ Parquet. No model is made, and no more than a block of a table is in memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from distcache.cli.compose import Line, run_command
+from distcache.cli.run import open_folder
 from distcache.config import option
 from distcache.errors import ConfigError, DistcacheError
 from distcache.ops.reference import as_numpy
@@ -49,7 +51,19 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
             raise ConfigError(f"{key} is not set: give {key}=<folder>")
     if given.rows and (given.since or len(given.tables) != 1):
         raise ConfigError(f"rows={given.rows}: give the one table with these ids by tables=<name>")
-    folder, tables = tables_of("resume", given.resume)
+    # Imported here: `--help` needs no trainer.
+    from distcache.trainer.checkpoint import find, naming_intact
+
+    with renamed("resume"):
+        folder = find(Path(given.resume))
+    with naming_intact(folder), open_folder(Path(given.output), "output"):
+        _write(given, folder)
+    return 0
+
+
+def _write(given: ExportConfig, folder: Path) -> None:
+    """Write the files of the tables in the checkpoint `folder`."""
+    tables = tables_of("resume", folder)
     rows: dict[str, np.ndarray] | None = None
     if unknown := sorted(set(given.tables) - set(tables)):
         raise ConfigError(f"tables={unknown}: the checkpoint has {', '.join(tables)}")
@@ -58,9 +72,12 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
         (name,) = given.tables
         rows = {name: read_ids(Path(given.rows), chosen[name].shape[0])}
     if given.since:
+        from distcache.trainer.checkpoint import find
         from distcache.trainer.weights import weights_since
 
-        since, older = tables_of("since", given.since)
+        with renamed("since"):
+            since = find(Path(given.since))
+        older = tables_of("since", since)
         known, rows = weights_since(folder, since), {}
         for name, own in chosen.items():
             if name in known:
@@ -68,23 +85,26 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
             else:
                 rows[name] = changed_rows(name, own, older.get(name))
     write_tables(Path(given.output), given.format, chosen, rows)
-    return 0
 
 
-def tables_of(key: str, path: str) -> tuple[Path, dict[str, Stored]]:
-    """The checkpoint that `key` names, and its weights by table."""
-    # Imported here: `--help` needs no trainer.
-    from distcache.trainer.checkpoint import find
-    from distcache.trainer.weights import checkpoint_values
-
+@contextmanager
+def renamed(key: str) -> Iterator[None]:
+    """Errors about `trainer.resume` name `key`, which a user of this command gives."""
     try:
-        folder = find(Path(path))
-        stored = checkpoint_values(folder)
+        yield
     except DistcacheError as error:
         error.reword({"trainer.resume": key})
         raise
+
+
+def tables_of(key: str, folder: Path) -> dict[str, Stored]:
+    """The weights by table in the checkpoint `folder`, which `key` names."""
+    from distcache.trainer.weights import checkpoint_values
+
+    with renamed(key):
+        stored = checkpoint_values(folder)
     begin, end = "tables.", ".weight"
-    return folder, {
+    return {
         name.removeprefix(begin).removesuffix(end): value
         for name, value in stored.items()
         if name.startswith(begin) and name.endswith(end)

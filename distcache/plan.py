@@ -39,10 +39,11 @@ def run(line: Line[Options], command: Sequence[str]) -> int:
     """Predict, write and say; 1 where no layout fits."""
     request = parse_request(line)
     plan = make_plan(measured_here(request) if request.options.measure else request)
-    open_folder(request.output, "output")
-    if (request.output / REPORT).exists():
-        log.warning("output=%s holds a plan, which this one overwrites", request.output)
-    sys.stdout.write(f"\n{write_plan(plan, command)}")
+    with open_folder(request.output, "output"):
+        if (request.output / REPORT).exists():
+            log.warning("output=%s holds a plan, which this one overwrites", request.output)
+        text = write_plan(plan, command)
+    sys.stdout.write(f"\n{text}")
     sys.stdout.flush()
     log.info("the report is in %s", request.output)
     return 0 if plan.here.best is not None else 1

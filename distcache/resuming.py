@@ -43,6 +43,7 @@ from distcache.trainer.checkpoint import (
     fill,
     finished,
     make_room,
+    naming_intact,
     remove,
 )
 from distcache.trainer.checkpoint import save as write_checkpoint
@@ -125,24 +126,30 @@ def load(
         folder = on_first(world, lambda: _find(Path(path), missing_ok))
         if folder is None:
             return 0, {}
-        manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
-        told = _compare(folder, manifest, loop.described())
-        readers, own = list[BlockReader](), dict[str, Any]()
+        with naming_intact(folder, world):
+            return _load_from(folder, loop, world)
 
-        def read() -> None:
-            readers.append(BlockReader(folder, manifest))
-            own.update(_read_own(readers[0], world, told["ranks"]))
 
-        together(world, read)
-        others = [n for n in readers[0].values.state_dict_metadata if not n.startswith(TABLES)]
-        with ExitStack() as stack:
-            of = loop.tables(lambda own: stack.enter_context(own.loading(folder.parent)))
-            fill(readers[0], of, others, world)
-        loop.take(own)
-        if world.is_first:
-            logger.info("going on at step %s from %s", f"{manifest.header['step']:,}", folder)
-        extra = {k.removeprefix("extra."): v for k, v in own.items() if k.startswith("extra.")}
-        return manifest.header["step"], extra
+def _load_from(folder: Path, loop: _Loop, world: World) -> tuple[int, dict[str, Any]]:
+    """Do what `load` does with the checkpoint in `folder`."""
+    manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
+    told = _compare(folder, manifest, loop.described())
+    readers, own = list[BlockReader](), dict[str, Any]()
+
+    def read() -> None:
+        readers.append(BlockReader(folder, manifest))
+        own.update(_read_own(readers[0], world, told["ranks"]))
+
+    together(world, read)
+    others = [n for n in readers[0].values.state_dict_metadata if not n.startswith(TABLES)]
+    with ExitStack() as stack:
+        of = loop.tables(lambda own: stack.enter_context(own.loading(folder.parent)))
+        fill(readers[0], of, others, world)
+    loop.take(own)
+    if world.is_first:
+        logger.info("going on at step %s from %s", f"{manifest.header['step']:,}", folder)
+    extra = {k.removeprefix("extra."): v for k, v in own.items() if k.startswith("extra.")}
+    return manifest.header["step"], extra
 
 
 # -----------------------------------------------------------------------------

@@ -33,10 +33,11 @@ from distcache.cli.run import (
     INTERRUPTED,
     describe_environment,
     leave,
+    not_writable,
     set_up_logging,
     take_over_ctrl_c,
 )
-from distcache.cli.run_lock import hold_run_folder, not_writable
+from distcache.cli.run_lock import hold_run_folder
 from distcache.comm import rendezvous
 from distcache.comm.link import agree_on, agree_on_versions, on_first
 from distcache.comm.world import World, close_world, open_world
@@ -257,7 +258,7 @@ def open_run_folder(
         if not is_going_on:
             describe()
     except OSError as error:
-        raise not_writable(run_dir, error) from error
+        raise not_writable(run_dir, "run.dir", error) from error
     where = f"{world.size} rank(s), {world.device.type}, {world.backend}"
     log.info(f"{config.parallel.mode} on {where}; run folder {run_dir}")
     if is_unfinished:

@@ -74,14 +74,39 @@ def output_folder(given: str, default: str) -> Path:
     return Path(given or f"{default}{datetime.now():%Y-%m-%d_%H-%M-%S}")
 
 
-def open_folder(folder: Path, key: str) -> None:
-    """Make the folder that a user gave as `key`; ConfigError where that is not possible."""
+@contextmanager
+def open_folder(folder: Path, key: str) -> Iterator[None]:
+    """Make the folder that a user gave as `key`, and remove it again if it is empty after an error
+    in the block. Raises ConfigError where the folder cannot be made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        created = make_folder(folder)
     except OSError as error:
-        raise ConfigError(
-            f"{key}={folder} cannot be written ({error.strerror}): name another folder"
-        ) from error
+        raise not_writable(folder, key, error) from error
+    try:
+        yield
+    except BaseException:
+        remove_empty(created)
+        raise
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> list[Path]:
+    """Make a folder with its parents; those that were missing, innermost first. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=mode, exist_ok=True)
+    return missing
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those folders that are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def not_writable(folder: Path, key: str, error: OSError) -> ConfigError:
+    """The error for a folder, given as `key`, that cannot be made or written."""
+    return ConfigError(f"{key}={folder} cannot be written ({error.strerror}): name another folder")
 
 
 # -----------------------------------------------------------------------------

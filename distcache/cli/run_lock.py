@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from distcache.cli.run import make_folder, not_writable, remove_empty
 from distcache.comm.rendezvous import process_has_ended, this_process
 from distcache.errors import ConfigError, DistcacheError, PeerError
 
@@ -40,17 +41,17 @@ def hold_run_folder(run_dir: Path) -> Iterator[None]:
     another process holds it.
     """
     try:
-        created = _make_folders(run_dir)
+        created = make_folder(run_dir, 0o700)  # training data may be private
         was_empty = not any(run_dir.iterdir())
     except OSError as error:
-        raise not_writable(run_dir, error) from error
+        raise not_writable(run_dir, "run.dir", error) from error
     key = run_dir.resolve()
     try:
         if key in _locked:
             raise _in_use(run_dir, "this process")
         lock = _lock(run_dir)
     except BaseException:
-        _remove_empty(created)
+        remove_empty(created)
         raise
     _locked.add(key)
     refused = False
@@ -69,23 +70,7 @@ def hold_run_folder(run_dir: Path) -> Iterator[None]:
         os.close(lock)  # lets the lock go, after the file has gone: see `_lock`
         _locked.discard(key)
         if refused:
-            _remove_empty(created)
-
-
-def _make_folders(run_dir: Path) -> list[Path]:
-    """Make a folder that its owner alone may read; the folders that were missing, innermost
-    first."""
-    created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    run_dir.mkdir(mode=0o700, exist_ok=True)
-    return created
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove those folders that are empty."""
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()
+            remove_empty(created)
 
 
 def _remove_start(run_dir: Path) -> None:
@@ -112,7 +97,7 @@ def _lock(run_dir: Path) -> int:
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise not_writable(run_dir, error) from error
+            raise not_writable(run_dir, "run.dir", error) from error
         try:
             holder = _read_holder(lock)
             try:
@@ -176,11 +161,4 @@ def _in_use(run_dir: Path, holder: str) -> ConfigError:
     return ConfigError(
         f"run.dir={run_dir} is in use: {holder} trains there. Name another folder, or wait for "
         "the end of that run"
-    )
-
-
-def not_writable(run_dir: Path, error: OSError) -> ConfigError:
-    """The error for a run folder that cannot be made or written."""
-    return ConfigError(
-        f"run.dir={run_dir} cannot be written ({error.strerror}): name another folder"
     )

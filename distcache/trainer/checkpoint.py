@@ -10,7 +10,7 @@ import struct
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -460,6 +460,40 @@ def find(path: Path) -> Path:
         f"trainer.resume={path} holds no complete checkpoint (found: "
         f"{', '.join(found[:8]) or 'nothing'}); give a run folder, or one of its {CHECKPOINTS}/"
     )
+
+
+@contextmanager
+def naming_intact(folder: Path, world: World | None = None) -> Iterator[None]:
+    """Add to a DataError about the checkpoint `folder` the name of an intact one beside it.
+
+    `world`: of `file_world`, where all ranks raise the error; None: this process is alone.
+    """
+    try:
+        yield
+    except DataError as error:
+
+        def intact() -> Path | None:
+            return intact_beside(folder)
+
+        other = intact() if world is None else on_first(world, intact)
+        if other is not None:
+            error.args = (f"{error}; intact beside it is {other}",)
+        raise
+
+
+def intact_beside(folder: Path) -> Path | None:
+    """The newest other checkpoint beside `folder` whose blocks, and those of the one that it rests
+    on, are as they were written; None where there is none. Reads them."""
+    for other in finished(folder.resolve().parent):
+        if other.name == folder.name:
+            continue
+        with suppress(DataError):
+            manifest = Manifest.read(other)
+            manifest.verify(other)
+            if manifest.base is not None:
+                manifest.base[1].verify(manifest.base[0])
+            return folder.parent / other.name
+    return None
 
 
 def compare(folder: Path, identity: Identity, world: World, same_data: bool = True) -> Start:

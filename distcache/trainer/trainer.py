@@ -44,6 +44,7 @@ from distcache.trainer.checkpoint import (
     find,
     finished,
     most_bytes,
+    naming_intact,
     state_digest,
 )
 from distcache.trainer.record import (
@@ -290,7 +291,8 @@ def find_starts(
             yield start
         except DataError as error:
             if not auto:
-                raise
+                with file_world(world, most_bytes(identity)) as files, naming_intact(folder, files):
+                    raise
             if world.is_first:
                 logger.warning("passed over: %s", error)
     if folders:

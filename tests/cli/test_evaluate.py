@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,6 @@ def test_what_cannot_be_evaluated(home, monkeypatch, given, resume, said):
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_read(home):
     with pytest.raises(ConfigError, match=r"metrics=.* is a folder"):
-        check_outputs(None, home)
+        check_outputs(None, home, ExitStack())
     with pytest.raises(ConfigError, match="predictions=/proc/none cannot be written"):
-        check_outputs(Path("/proc/none/a.parquet"), None)
+        check_outputs(Path("/proc/none/a.parquet"), None, ExitStack())

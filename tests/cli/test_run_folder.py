@@ -4,6 +4,7 @@ leaves nothing."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -142,3 +143,74 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_lives(
     assert third.returncode == 0, third.stderr
     assert ("without locks (No locks available)" in third.stderr) == ("-c" in program)
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+# -----------------------------------------------------------------------------
+# Starts that are refused, and commands that fail, leave no empty folder.
+
+
+def damage(folder: Path) -> None:
+    """Change bytes all over the largest file of a checkpoint, whose length stays."""
+    path = max(folder.iterdir(), key=lambda own: own.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[::64] = bytes(byte ^ 1 for byte in data[::64])
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("train", (*SMALL, "run.dir=new/run", "trainer.resume=other")),
+        ("train", (*SMALL, "cache.rows=1", "run.dir=new/run", "cache.placement=sharded")),
+        ("train", (*SMALL, "data=criteo", "data.path=other", "run.dir=new/run")),
+        ("export", ("resume=run", "output=new/out", "tables=none")),
+        ("export", ("resume=run", "output=new/out", "format=csv")),
+        ("analyze", ("data=criteo", "data.path=nothing", "output=new/out")),
+        ("evaluate", ("resume=run", "metrics=new/out/a.json", "optim=adam")),
+    ],
+)
+def test_a_refusal_leaves_no_folder(
+    finished: Path, tmp_path: Path, module: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").symlink_to(finished)
+    done = train(words, tmp_path, program=("-m", f"distcache.{module}"))
+    assert done.returncode == 1 and "error: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run"]
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_refusal_leaves_a_folder_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    words = (*SMALL, "run.dir=run", "cache.rows=1")
+    assert train(words, tmp_path, program=TRAIN).returncode == 1
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("export", ("resume=run", "output=out")),
+        ("evaluate", ("resume=run", "metrics=out/a.json", "trainer.eval_steps=1")),
+        ("train", (*SMALL, "run.dir=new", "trainer.resume=run")),
+    ],
+)
+def test_an_intact_checkpoint_beside_a_damaged_one_is_named(
+    finished: Path, tmp_path: Path, module: str, words: tuple[str, ...]
+) -> None:
+    run, program = tmp_path / "run", ("-m", f"distcache.{module}")
+    shutil.copytree(finished, run)
+    oldest, *others = sorted((run / "checkpoints").iterdir())
+    assert others and others[-1].name == "step_00000006"
+    for folder in others:
+        damage(folder)
+    done = train(words, tmp_path, program=program)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "step_00000006 is damaged" in done.stderr
+    intact = f"run/checkpoints/{oldest.name}"
+    assert re.search(rf"intact beside it is \S*{intact}$", done.stderr, re.MULTILINE), done.stderr
+    named = [word.replace("resume=run", f"resume={intact}") for word in words]
+    done = train(named, tmp_path, program=program)
+    assert done.returncode == 0, done.stderr
