@@ -329,18 +329,6 @@ def _decoded(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return filled.to_numpy(zero_copy_only=False), missing
 
 
-def has_checksum(page: bytes) -> bool:
-    """Whether a page whose header (Thrift, compact protocol) begins so has a checksum, the field
-    after kind, size and compressed size of the page, which are always there."""
-    at, page = 0, page + bytes(24)
-    for _ in range(3):
-        at += 1
-        while page[at] & 0x80:  # all bytes of a number but its last
-            at += 1
-        at += 1
-    return page[at] == 0x15  # an int32, whose number is one more than that of the field before
-
-
 @dataclass(frozen=True)
 class RowGroup:
     """One row group: its file, its number in it, its samples, and the file's row before it."""
@@ -356,7 +344,6 @@ class ParquetFiles:
 
     Raises DataError that names the file: not Parquet, a column that is missing or has another
     type, no row at all; later when a file vanishes, changes or turns out to be damaged.
-    `unchecked`: how many have no checksums of pages, so that changed values go unnoticed.
     """
 
     def __init__(self, files: Sequence[InputFile], spec: ParquetSpec) -> None:
@@ -364,7 +351,6 @@ class ParquetFiles:
         self._lock = threading.Lock()
         self._opened = lru_cache(16)(_open_file)  # so many files are open at a time
         self.row_groups: list[RowGroup] = []
-        self.unchecked = 0
         first: dict[str, tuple[pa.DataType, InputFile]] = {}
         for index, file in enumerate(self.files):
             opened = self._opened(file)
@@ -378,11 +364,6 @@ class ParquetFiles:
             with _reading(file):
                 if before != opened.metadata.num_rows:
                     raise pa.ArrowInvalid("its row groups do not add up to its rows")
-            if before:
-                with file.open() as stream:
-                    # That of one page: whoever writes a file writes them for all or for none.
-                    stream.seek(max(0, opened.metadata.row_group(0).column(0).data_page_offset))
-                    self.unchecked += not has_checksum(stream.read(24))
         if not self.row_groups:
             raise DataError(
                 f"data.path: {self.files[0].path}"
@@ -530,12 +511,6 @@ class ParquetSource(SlicedSource):
             "at most %d decoded samples",
             *(len(files), len(groups), train, int(rows.sum()) - train, kept),
         )
-        if self.files.unchecked:
-            logger.info(
-                "%d of the Parquet files have no page checksums, without which damaged values may "
-                "be read: write them (pyarrow: write_page_checksum=True), or set data.verify=true",
-                self.files.unchecked,
-            )
 
     def _identity(self, train: int) -> dict[str, str]:
         """See `BatchSource.identity`: the samples, what is made of them, and their order."""
