@@ -127,6 +127,8 @@ def test_the_text_that_ranks_share_has_all_values_in_it():
         ("lr=5", "did you mean optim.dense_lr or optim.embedding_lr?"),
         ("cache.order=popularity", "cache.order: this key went, for "),
         ("cache.admission=true", "cache.admission: this key went, for "),
+        ("trainer.timeout_s=1e9", "give seconds above 0, at most 10^8"),
+        ("optim.weight_decay=1e308", "optim.weight_decay=1e+308 is too large for float32"),
         ("optm=adagrad", "optm: no such key: did you mean optim"),
         ("modle=dlrm", "modle: no such key: did you mean model"),
         ("zzz=5", "zzz: no such key: `--cfg job` shows all keys"),
