@@ -404,9 +404,9 @@ class RowStore:
         self.nbytes = first + second
         self._threads = 1  # where training itself keeps the cores busy
         if world.device.type == "cuda":
-            # Its share of the cores beside a GPU; more than eight gather no faster.
+            # Its share of the cores beside a GPU; more than eight copy no faster.
             self._threads = max(1, min(8, len(os.sched_getaffinity(0)) // world.local_size))
-        self._pool = ThreadPoolExecutor(self._threads, "distcache-gather")
+        self._pool = ThreadPoolExecutor(self._threads, "distcache-rows")
         self.direct: DirectRows | None = None
 
     @property
@@ -497,18 +497,24 @@ class RowStore:
         places = self.part.places(rows.numpy())
         for source, target in zip((self.weight, self.state), out, strict=True):
             if source is not None and target is not None:
-                self._take(as_numpy(source), places, as_numpy(target))
+                self._in_parts(partial(take_rows, as_numpy(source)), places, as_numpy(target))
         return out
 
-    def _take(self, source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """See `take_rows`; by threads where that is worth them."""
-        parts = min(self._threads, out.nbytes >> 19)  # of half a MiB
+    def _in_parts(
+        self,
+        copy: Callable[[np.ndarray, np.ndarray], object],
+        places: np.ndarray,
+        values: np.ndarray,
+    ) -> None:
+        """Call `copy(places, values)` for consecutive parts of both, on several threads if there
+        are enough bytes. Raises what a call raised."""
+        parts = min(self._threads, values.nbytes >> 19)  # of half a MiB
         if parts < 2:
-            take_rows(source, rows, out)
+            copy(places, values)
             return
-        cuts = pairwise(len(rows) * part // parts for part in range(parts + 1))
-        jobs = self._pool.map(lambda at: take_rows(source, rows[at], out[at]), starmap(slice, cuts))
-        list(jobs)  # and raise what one of them raised
+        cuts = pairwise(len(places) * part // parts for part in range(parts + 1))
+        jobs = self._pool.map(lambda at: copy(places[at], values[at]), starmap(slice, cuts))
+        list(jobs)  # raises what one of them raised
 
     def scatter(self, rows: Tensor, weight: Tensor, state: Tensor | None) -> None:
         """Write `rows` (int64 `[m]`, distinct, on the CPU): `weight` `[m, D]`, `state` `[m, S]`.
@@ -519,7 +525,8 @@ class RowStore:
         for target, values in ((self.weight, weight), (self.state, state)):
             if target is not None and values is not None:
                 check_values(target, places, values)
-                put_rows(as_numpy(target), places, as_numpy(values))
+                check_rows(places, len(target))  # of all parts, before one of them is written
+                self._in_parts(partial(put_rows, as_numpy(target)), places, as_numpy(values))
 
     def open_to(self, device: torch.device) -> DirectRows:
         """Let `device` use rows where they lie: `direct`."""

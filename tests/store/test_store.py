@@ -369,7 +369,7 @@ def test_store_bytes_by_hand(world: World) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_share_a_large_gather(world: World, threads: int) -> None:
+def test_threads_share_a_large_gather_and_scatter(world: World, threads: int) -> None:
     store = RowStore(RowLayout([TableSpec("t", 5000, 64, ("t",))], 1), 0, torch.float32, world)
     store.initialise(3, [0])
     store._threads = threads
@@ -377,6 +377,18 @@ def test_threads_share_a_large_gather(world: World, threads: int) -> None:
     assert torch.equal(store.gather(rows)[0], store.weight[rows])
     with pytest.raises(PlanError, match="row 5000 is outside"):
         store.gather(torch.cat([rows, torch.tensor([5000])]))
+    generator = torch.Generator().manual_seed(threads)
+    places = torch.randperm(5000, generator=generator)[:4500]
+    values = torch.randn(4500, 64, generator=generator)
+    expected = store.weight.clone()
+    wrong = places.clone()
+    wrong[-1] = 5000
+    with pytest.raises(PlanError, match="row 5000 is outside"):
+        store.scatter(wrong, values, None)
+    assert torch.equal(store.weight, expected), "nothing is written"
+    expected[places] = values
+    store.scatter(places, values, None)
+    assert torch.equal(store.weight, expected)
     store.close()
 
 
