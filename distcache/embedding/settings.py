@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,8 +27,10 @@ from distcache.layout import group_tables
 from distcache.optim import RowUpdate
 from distcache.planner.victims import WINDOWS, Policy
 from distcache.popularity.slots import statistics_of
-from distcache.popularity.statistics import Popularity, Statistics, read_statistics
+from distcache.popularity.statistics import Popularity, Statistics, TableCounts, read_statistics
 from distcache.store.rows import ACCESS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -87,10 +91,12 @@ class CacheSettings(CacheConfig):
     def _check_known(self) -> None:
         """What only a source of batches could tell must be given."""
         kind, open_rows = self.placement, (self.replicated_rows, self.replicated_share)
-        if kind in ("mixed", "auto") and self.statistics is None:
+        is_counted = kind == "auto" or (kind == "mixed" and self.replicated_rows is None)
+        if is_counted and self.statistics is None:
             raise ConfigError(
                 f"placement={kind!r} needs to know how often rows are looked up: give "
                 "statistics=<folder of python -m distcache.analyze or preprocess, or a Statistics>"
+                + (", or replicated_rows={table: rows}" if kind == "mixed" else "")
             )
         chosen = kind == "auto" or (kind == "mixed" and open_rows == (None, None))
         for needs, what in (
@@ -285,6 +291,19 @@ class Recipe:
             given, where = read_statistics(given, "statistics"), f"statistics={given}"
         return statistics_of(given, self.lookups.named, where)
 
+    def _use_of_rows(self, popularity: Popularity | None) -> Statistics:
+        """Return the statistics, or ones without any lookup, so that the rows that are replicated
+        are the first ones of each table."""
+        if popularity is not None:
+            return popularity.statistics
+        log.info("no statistics: the first rows of each table are replicated")
+        none = np.empty(0, np.int64)
+        tables = [
+            TableCounts(spec.features[0], spec.rows, 0, 0, none, none)
+            for spec in self.lookups.specs
+        ]
+        return Statistics(tuple(tables), "", 0)
+
     def check_sizes(self) -> None:
         """Raise ConfigError for sizes that no rank could have, and for statistics that are not
         there or of other tables; other errors need the ranks."""
@@ -301,8 +320,7 @@ class Recipe:
         called by all ranks, decided by rank 0. Raises ConfigError on all ranks."""
         request = self.request
         slots, popularity = request.decide_slots(world, self.statistics)
-        own: Any = popularity  # there are some for the placements that ask what is known
-        placement = request.placement(world, slots, lambda: own.statistics)
+        placement = request.placement(world, slots, lambda: self._use_of_rows(popularity))
         if placement.kind != REPLICATED:
             popularity = request.of_all_homes(world, slots, popularity)
         return slots, placement, popularity

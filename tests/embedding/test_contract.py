@@ -84,7 +84,7 @@ class OfBatches(nn.Module):
 def collection(case: Scenario, placement: str, way: str, **settings: object):
     """A collection over the tables of `case`, and whether its batches are read ahead."""
     how = PLACEMENTS[placement] | WAYS[way] | settings
-    if how.pop("statistics", False) or placement.startswith("mixed"):
+    if how.pop("statistics", False) or placement == "mixed":  # "mixed_home" gives its rows
         how |= {"statistics": count(case, range(6)), "batch_size": case.global_batch}
     ahead = how.pop("read_ahead", True)
     configs = [
