@@ -125,7 +125,8 @@ def uncount(optimizer: torch.optim.Optimizer) -> None:
 def dense_optimizer(
     parameters: Iterable[nn.Parameter], rows: RowUpdate, lr: float = 0.0
 ) -> torch.optim.Optimizer:
-    """The torch optimizer that goes with the row optimizer `rows`, over all dense parameters.
+    """The torch optimizer that goes with the row optimizer `rows`, over all dense parameters,
+    of which there may be none.
 
     SGD (with momentum), Adagrad (with row-wise Adagrad too) or Adam (with all its kinds), with its
     settings but the rate; `FormulaOptimizer` where torch.optim has no such one. Set a step's
@@ -133,31 +134,35 @@ def dense_optimizer(
     that the same run gives the same bits: multi-tensor kernels on CUDA (for Adam the fused one,
     which takes a flag on the device), one parameter at a time on the CPU.
     """
-    chosen, decay = list(parameters), rows.weight_decay
+    chosen = list(parameters)
+    decay = rows.weight_decay
+    # As a group: torch refuses an empty list, and a model may have no parameters of its own.
+    groups: list[dict[str, Any]] = [{"params": chosen}]
     on_gpu = bool(chosen) and all(p.is_cuda for p in chosen)
     how: dict[str, Any] = {"lr": lr, "foreach": on_gpu, "weight_decay": decay}
     if isinstance(rows, Adam):
         how |= {"foreach": False, "fused": on_gpu}
         how["decoupled_weight_decay"] = rows.decoupled_weight_decay
-        return torch.optim.Adam(chosen, betas=rows.betas, eps=rows.eps, **how)
+        return torch.optim.Adam(groups, betas=rows.betas, eps=rows.eps, **how)
     if isinstance(rows, SGD):  # whose weights decay the same way, decoupled or not
-        return torch.optim.SGD(chosen, fused=False, **how)
+        return torch.optim.SGD(groups, fused=False, **how)
     if isinstance(rows, RowWiseAdagrad):
         rows = Adagrad(**vars(rows))
     if isinstance(rows, MomentumSGD | Adagrad) and not (decay and rows.decoupled_weight_decay):
         if isinstance(rows, MomentumSGD):
-            return torch.optim.SGD(chosen, momentum=rows.momentum, fused=False, **how)
+            return torch.optim.SGD(groups, momentum=rows.momentum, fused=False, **how)
         how |= {"eps": rows.eps, "initial_accumulator_value": rows.initial_accumulator}
-        return torch.optim.Adagrad(chosen, fused=False, **how)
-    return FormulaOptimizer(chosen, rows, lr)
+        return torch.optim.Adagrad(groups, fused=False, **how)
+    return FormulaOptimizer(groups, rows, lr)
 
 
 class FormulaOptimizer(torch.optim.Optimizer):
     """The formula of a row optimizer on dense parameters, element by element: FTRL, and decoupled
     weight decay where torch.optim has none."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rows: RowUpdate, lr: float) -> None:
-        """`rows`: one whose formula takes no means of rows, and which counts no steps."""
+    def __init__(self, parameters: Iterable[Any], rows: RowUpdate, lr: float) -> None:
+        """`parameters`: or groups of them, as torch.optim takes; `rows`: one whose formula takes no
+        means of rows, and which counts no steps."""
         super().__init__(parameters, {"lr": lr, "fused": False})
         self._rows = rows
         for parameter in self.param_groups[0]["params"]:

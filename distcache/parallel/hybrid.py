@@ -25,9 +25,10 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm_ops
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -318,20 +319,21 @@ def build(world: World, spec: HybridSpec, dense: nn.Module) -> DistributedModelP
     ebc = EmbeddingBagCollection(tables, spec.weighted, torch.device("meta"))
     # FBGEMM's own names, which TorchRec hands on to the kernels as they are.
     own: Any = spec.optimizer
-    options = {"lr": 0.0}
-    if own.name != "sgd":
-        options["eps"] = own.eps
+    options = {"lr": 0.0} if own.name == "sgd" else {"lr": 0.0, "eps": own.eps}
     if own.name == "adam":
         options["beta1"], options["beta2"] = own.betas
     _apply_optimizer_in_backward(_OPTIMIZERS[own.name], ebc.parameters(), options)
     model = HybridModel(ebc, dense.to(world.device), spec)
     plan = shared_plan(world, spec, ebc)
+    # DDP refuses a module in which nothing trains.
+    frozen = [f"dense.{name}" for name, p in dense.named_parameters() if not p.requires_grad]
     dmp = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(world.device_group),
         device=world.device,
         plan=plan,
         sharders=[EmbeddingBagCollectionSharder()],
+        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=frozen),
         init_parameters=False,  # True would reset the dense weights when they change device
     )
     _write_initial(spec, dmp)
@@ -498,9 +500,9 @@ class HybridParallel(Parallel):
         self._weights = weights(self._dmp, spec)
         self._row_states = row_states(self._dmp, spec)
         self.dense_optimizer = dense_optimizer(model.parameters(), spec.optimizer)
-        self._dmp._dmp_wrapped_module.register_comm_hook(
-            world.device_group, summing_hook(self.counters)
-        )
+        ddp = self._dmp._dmp_wrapped_module
+        if isinstance(ddp, DistributedDataParallel):  # not without a dense part that trains
+            ddp.register_comm_hook(world.device_group, summing_hook(self.counters))
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """The batches as they come, drawn just ahead of the step: TorchRec plans nothing."""

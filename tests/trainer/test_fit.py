@@ -289,7 +289,36 @@ def refused(world, home: Path) -> dict[str, Any]:
     return seen
 
 
-SCENES = (forms, resuming, reused, workers_end, uneven, nothing_to_train, refused)
+class Pooled(torch.nn.Module):
+    """A model without parameters, or with one that is frozen."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        if frozen:
+            self.scale = torch.nn.Parameter(torch.full((1,), 0.5), requires_grad=False)
+
+    def forward(self, dense, pooled):
+        return pooled.sum(1) * getattr(self, "scale", 1.0)
+
+
+def without_dense(world, home: Path) -> dict[str, Any]:
+    """Models in which the rows alone train, half way and on, in every mode."""
+    place, seen = (world.rank, world.size), {}
+    for frozen, optimizer in ((False, "adam"), (True, "adagrad")):
+        for mode in MODES:
+            kind = "adagrad" if mode == "hybrid" else optimizer  # which has no Adam on the CPU
+            more: dict[str, Any] = {"model": lambda frozen=frozen: Pooled(frozen)}
+            more |= {"optimizer": kind, "eval_loader": slices(*place, 2)}
+            where = home / f"pooled-{mode}-{frozen}"
+            whole = fit(world, where / "whole", slices(*place), mode, **more)
+            fit(world, where, slices(*place), mode, trainer__steps=5, **more)
+            more["trainer__resume"] = str(where)
+            rest = fit(world, where / "rest", slices(*place), mode, **more)
+            seen[frozen, mode] = digests(whole), digests(rest), whole["eval_auc"]
+    return seen
+
+
+SCENES = (without_dense, forms, resuming, reused, workers_end, uneven, nothing_to_train, refused)
 
 
 def play(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -329,6 +358,14 @@ def test_resuming_is_exact(seen):
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
         assert found["resuming"]["drawn again"] == [0, *range(4, 12)]
+
+
+def test_models_in_which_rows_alone_train(seen):
+    for found in seen[0]:
+        for (frozen, mode), (whole, rest, auc) in found["without_dense"].items():
+            assert whole == rest and 0 <= auc <= 1, (frozen, mode)
+            if mode != "hybrid":
+                assert whole == found["without_dense"][frozen, "data"][0], (frozen, mode)
 
 
 def test_no_worker_process_is_left(seen):
