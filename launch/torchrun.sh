@@ -46,8 +46,10 @@ if ((nodes > 1)); then
         meeting+=(--rdzv-conf "is_host=$((NODE_RANK == 0))")
     fi
 fi
+# Else ranks that torchrun starts again find the addresses of those before them in its store.
 job=(
-    "$PYTHON" -m torch.distributed.run "${meeting[@]}" --nproc-per-node "${ranks:-<GPUs, or 2>}"
+    env "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}" "$PYTHON"
+    -m torch.distributed.run "${meeting[@]}" --nproc-per-node "${ranks:-<GPUs, or 2>}"
     -m distcache.train "$@"
 )
 if [[ ${#dry[@]} -gt 0 ]]; then

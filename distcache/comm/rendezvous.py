@@ -306,6 +306,17 @@ def generation() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
 
 
+def stale_keys_remedy() -> str:
+    """A sentence for an error of torch's own groups, whose keys have no `generation`; "" where no
+    ranks came before these."""
+    if generation() == "0":
+        return ""
+    return (
+        ": torchrun has started the ranks again, and they find addresses of those before them in "
+        "the store of its agent. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
+    )
+
+
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
     """Wait until somebody serves the store; PeerError after `timeout_s`."""
     refused: list[OSError] = []

@@ -25,6 +25,7 @@ from distcache.comm.rendezvous import (
     first_line,
     generation,
     require_equal,
+    stale_keys_remedy,
     whole_number,
 )
 from distcache.errors import ConfigError, PeerError
@@ -367,13 +368,19 @@ def current_world(
     def new_group(
         backend: str, members: Sequence[int] = range(size), bound: torch.device | None = None
     ) -> dist.ProcessGroup:
-        return dist.new_group(
-            [ranks[member] for member in members],
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=process_group is not None,
-            device_id=bound,
-        )
+        try:
+            return dist.new_group(
+                [ranks[member] for member in members],
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=process_group is not None,
+                device_id=bound,
+            )
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {rank} of {size} could not make a process group with the others "
+                f"({first_line(error)}){stale_keys_remedy()}"
+            ) from error
 
     host_group = new_group("gloo")
     seen: list = [None] * size
@@ -381,7 +388,7 @@ def current_world(
     nodes = nodes_of_names([host for host, _ in seen])
     local = nodes.ranks(nodes.of(rank))
     shared = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"distcache/{ranks[0]}/{seen[0][1]}", shared)
+    store = dist.PrefixStore(f"distcache/{generation()}/{ranks[0]}/{seen[0][1]}", shared)
     announce_process(store, rank)
     bound = bound_device(backend, device, nodes)
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:

@@ -80,6 +80,7 @@ def test_torchrun_on_one_node_and_on_several(venv: dict) -> None:
     assert run.returncode == 0, run.stderr
     job = run.stdout.splitlines()[-1]
     assert "'--standalone' '--nproc-per-node' '3' '-m' 'distcache.train' 'trainer.steps=3'" in job
+    assert job.split()[:2] == ["'env'", "'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1'"]
     several = {"NODES": "2", "MASTER_ADDR": "node7", "JOB_ID": "9"} | venv
     for rank, host in ((0, "is_host=1"), (1, "is_host=0")):
         run = bash("torchrun.sh", "--dry-run", "a=b c", NODE_RANK=str(rank), **several)
