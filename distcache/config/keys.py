@@ -63,8 +63,8 @@ def near_keys(key: str, schema: type = Config) -> list[str]:
     if all(meant in _kinds(schema) for meant in _ELSEWHERE.get(name, ("",))):
         return list(_ELSEWHERE[name])
     sections = [] if section else [key for key in _kinds(schema) if is_section(key, schema)]
-    own = difflib.get_close_matches(name, sections, n=1, cutoff=0.75)
-    own += difflib.get_close_matches(name, own_keys(schema), n=1)
+    own = difflib.get_close_matches(name, own_keys(schema), n=1)
+    own += difflib.get_close_matches(name, sections, n=1, cutoff=0.75)
     last = {value: value.rpartition(".")[2] for value in values}
     same = [value for value in values if last[value] == name]
     words = set(name.split("_"))
