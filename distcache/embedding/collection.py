@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -173,18 +173,18 @@ class CachedCollection(nn.Module):
 
         `weighted`: multiply rows by the weights that come with the ids.
         """
-        with self._forward_scope():
+        reads_alone = self._only_reads
+        lock = self._member.enter_forward(self._trains and not reads_alone)
+        try:
             step, micro = self._open(features)
             weights = None
             if weighted:
                 weights = self.reader.weights(step.reads[micro], features, self.device)
-            pooled = step.pooled(micro, weights, reads_alone=self._only_reads)
+            pooled = step.pooled(micro, weights, reads_alone=reads_alone)
+        finally:
+            lock.release()
         self._refuse_gradients([pooled])
         return pooled
-
-    def _forward_scope(self) -> AbstractContextManager[None]:
-        """Return the context manager that a forward pass needs; see `Membership.forward_scope`."""
-        return self._member.forward_scope(self._trains and not self._only_reads)
 
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
@@ -443,22 +443,23 @@ class CachedCollection(nn.Module):
     @property
     def _only_reads(self) -> bool:
         """Whether nothing trains the tables through this module: a copy, or no optimizer."""
-        return bool(self._copied) or isinstance(self._recipe.update, NoUpdate)
+        return bool(self._copied) or type(self._member.recipe.updates[0]) is NoUpdate
 
     def _refuse_gradients(self, outputs: Sequence[Tensor]) -> None:
         """Let a backward pass raise that reaches outputs of a module that cannot train."""
-        update = self._recipe.update
+        if not self._only_reads:
+            return
 
         def refuse(gradient: Tensor) -> None:
             if self._copied:
                 raise self._reads_alone("be trained")
-            raise update.missing()  # type: ignore[attr-defined]
+            raise NoUpdate().missing()
 
         if self._copied:
             is_frozen = not self.trainable.requires_grad
         else:
             is_frozen = len(self._frozen_now()) == len(self._recipe.lookups.specs)
-        if self._only_reads and self._trains and not is_frozen:
+        if self._trains and not is_frozen:
             for values in outputs:
                 values.requires_grad_(True).register_hook(refuse)
 

@@ -63,4 +63,7 @@ class FlagTensor(Tensor):
 def make_flag(device: torch.device | str) -> nn.Parameter:
     """Return the empty parameter of a collection. It has two dimensions because some optimizers
     ask for the width of what they update."""
-    return nn.Parameter(torch.empty(0, 1, device=device).as_subclass(FlagTensor))
+    flag = torch.empty(0, 1, device=device)
+    if type(flag) is Tensor:  # a mode that makes tensors of its own class keeps it
+        flag = flag.as_subclass(FlagTensor)
+    return nn.Parameter(flag)

@@ -10,10 +10,10 @@ need not be.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +69,7 @@ class Membership:
         """The empty parameter of the collection, to which `apply_optimizer_in_backward` on all of
         its parameters attaches an optimizer."""
         self._forward_lock = threading.RLock()
-        self._training_thread: threading.Thread | None = None
+        self._training_thread = 0
         self._initial = draw_weights(recipe)
         if not waits and (process_group is not None or dist.is_initialized()):
             self._join()
@@ -84,7 +84,8 @@ class Membership:
         process group, or where a group of several ranks came after the tables were made for this
         process alone, and where there are no tables, or no device; PlanError once closed.
         """
-        is_given = bool(self.weights) or self._has_attached()
+        # The usual case first: this is called in every forward pass.
+        is_given = self.weights or (self.trainable is not None and vars(self.trainable))
         if self.made is not None and not (self._closed or is_given or self._alone):
             return self.made
         with _making:
@@ -163,9 +164,8 @@ class Membership:
         finally:
             self._initial = None
 
-    @contextmanager
-    def forward_scope(self, trains: bool) -> Iterator[None]:
-        """Context manager around a forward pass: one thread at a time is inside.
+    def enter_forward(self, trains: bool) -> threading.RLock:
+        """Return the lock of forward passes, which the caller holds and releases at their end.
 
         Evaluation on one rank waits for the others. Raises PlanError if the forward `trains` while
         another thread is inside or has a step open, and on several ranks if two threads are inside,
@@ -176,23 +176,23 @@ class Membership:
             if trains or (self.made is not None and self.made.world.size > 1):
                 raise self._several_threads("is in a forward pass of it")
             lock.acquire()
-        try:
-            # A recomputation inside backward may run in a thread of autograd's.
-            if trains and torch._C._current_graph_task_id() == -1:
-                self._claim_training()
-            yield
-        finally:
-            lock.release()
+        # A recomputation inside backward may run in a thread of autograd's.
+        if trains and torch._C._current_graph_task_id() == -1:
+            thread = threading.get_ident()
+            if thread != self._training_thread:
+                try:
+                    self._claim_training(thread)
+                except PlanError:
+                    lock.release()
+                    raise
+        return lock
 
-    def _claim_training(self) -> None:
-        """Note that this thread trains; PlanError if another one has a recorded step open."""
-        previous = self._training_thread
-        current = threading.current_thread()
+    def _claim_training(self, thread: int) -> None:
+        """Note that `thread` trains; PlanError if another one has a recorded step open."""
         steps = [] if self.made is None else self.made.earlier.with_open()
-        is_open = any(step.recorded for step in steps)
-        if is_open and previous not in (None, current) and previous.is_alive():
-            raise self._several_threads(f"({previous.name}) has a step of it open")
-        self._training_thread = current
+        if self._training_thread in sys._current_frames() and any(s.recorded for s in steps):
+            raise self._several_threads("has a step of it open")
+        self._training_thread = thread
 
     def _several_threads(self, state: str) -> PlanError:
         return PlanError(

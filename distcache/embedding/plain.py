@@ -376,9 +376,12 @@ class CachedEmbedding(CachedModule):
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
-        with self._forward_scope():
+        lock = self._member.enter_forward(self._trains and not self._only_reads)
+        try:
             step, micro = self._open(given)
             (rows,) = step.rows(micro, self._only_reads)
+        finally:
+            lock.release()
         taken = step.reads[micro].taken
         self._refuse_gradients([rows])
         if taken is not None:  # the others are padding
