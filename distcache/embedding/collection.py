@@ -180,6 +180,8 @@ class CachedCollection(nn.Module):
             weights = None
             if weighted:
                 weights = self.reader.weights(step.reads[micro], features, self.device)
+            # Opening a step may take the optimizer of `apply_optimizer_in_backward`.
+            reads_alone = reads_alone and self._only_reads
             pooled = step.pooled(micro, weights, reads_alone=reads_alone)
         finally:
             lock.release()

@@ -121,6 +121,36 @@ def test_rows_are_updated_inside_backward(name, how) -> None:
 
 
 @pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("how", ["applied", "module"])
+def test_the_first_step_of_a_plain_loop_updates_rows(how) -> None:
+    """Without a look-ahead the first forward is the first use of the tables."""
+    ebc, twin = given("adagrad", how), fused(optimizer=GIVEN["adagrad"][2])
+    model, other = dlrm(ebc), dlrm(twin)
+    for step in range(2):
+        assert train(model, ebc, batches(3)[step:][:1]) == train(other, twin, batches(3)[step:][:1])
+        assert_same(weights_of(model), weights_of(other))
+    assert ebc.tables.steps == 2
+
+
+@pytest.mark.parametrize("how", ["applied", "module"])
+def test_the_first_step_of_a_module_updates_rows(how) -> None:
+    for kind, ids in (
+        (distcache.CachedEmbeddingBag, torch.arange(3).view(3, 1)),
+        (distcache.CachedEmbedding, torch.arange(3)),
+    ):
+        embedding = kind(9, 4, name="t", device="cpu")
+        in_backward(
+            torch.optim.SGD,
+            [embedding.weight] if how == "applied" else embedding.parameters(),
+            {"lr": 0.5},
+        )
+        before = embedding(ids)
+        before.sum().backward()
+        assert torch.equal(embedding(ids), before - 0.5)
+        embedding.close()
+
+
+@pytest.mark.usefixtures("kind")
 def test_it_may_be_given_between_evaluation_and_training() -> None:
     """In the middle of a look-ahead, with rows of it cached."""
     ebc, twin = fused(), fused(optimizer=GIVEN["adagrad"][2])
