@@ -396,14 +396,28 @@ class CachedCollection(nn.Module):
         """Let the weights of table `name` be `tensor`; called by all ranks between two steps.
 
         `rows`: the slice of rows that `tensor` `[n, D]` has, all by default. Optimizer state stays.
-        Raises ConfigError for an unknown table and another shape, and PlanError inside a step and
-        for a slice on several nodes.
+        Raises ConfigError for an unknown table, `rows` that are no ascending slice, values that are
+        no real numbers and another shape, and PlanError inside a step and for a slice on several
+        nodes.
         """
         self._known([name])
         specs = self._recipe.lookups.specs
         index = [spec.name for spec in specs].index(name)
-        count = len(range(specs[index].rows)[slice(None) if rows is None else rows])
-        values = torch.as_tensor(tensor).detach()
+        part = slice(None) if rows is None else rows
+        try:
+            values = torch.as_tensor(tensor).detach()
+            bounds = slice.indices(part, specs[index].rows)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"load_table({name!r}): give a tensor and rows=slice(first, end), not "
+                f"rows={rows!r} and a {type(tensor).__name__} ({error})"
+            ) from error
+        if bounds[2] < 1 or values.is_complex() or values.is_meta:
+            raise ConfigError(
+                f"load_table({name!r}): rows={rows!r} and values of {values.dtype} on "
+                f"{values.device}: give an ascending slice and real numbers on a device"
+            )
+        count = len(range(*bounds))
         if tuple(values.shape) != (count, specs[index].dim):
             raise ConfigError(
                 f"load_table({name!r}): a tensor of shape {list(values.shape)} for {count} rows of "

@@ -9,6 +9,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from ebc_cases import job, ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
@@ -129,7 +130,58 @@ def test_load_table_refuses_by_name() -> None:
         ebc.load_table("t", torch.zeros(8, 4))
     with pytest.raises(ConfigError, match="for 2 rows of width 4"):
         ebc.load_table("t", torch.zeros(3, 4), rows=slice(7, 12))
+    before = ebc.state_dict()["embedding_bags.t.weight"].clone()
+    for rows in (5, [1, 2], torch.tensor([1, 2]), slice("a", 3), slice(0, 9, 0)):
+        with pytest.raises(ConfigError, match=r"load_table\('t'\): .* rows=slice\(first, end\)"):
+            ebc.load_table("t", torch.ones(2, 4), rows=rows)
+    for values, rows in (
+        (torch.ones(9, 4), slice(None, None, -1)),
+        (torch.ones(9, 4, dtype=torch.complex64), None),
+        (torch.ones(9, 4, device="meta"), None),
+    ):
+        with pytest.raises(ConfigError, match="give an ascending slice and real numbers"):
+            ebc.load_table("t", values, rows=rows)
+    with pytest.raises(ConfigError, match=r"give a tensor .* and a str"):
+        ebc.load_table("t", "weights")
+    ebc(ids(1)).values().sum().backward()
+    with pytest.raises(PlanError, match="row gradients wait"):
+        ebc.load_table("t", torch.ones(2, 4), rows=slice(0, 2))
+    ebc.optimizer.zero_grad()
+    assert torch.equal(ebc.state_dict()["embedding_bags.t.weight"], before)
     ebc.close()
+
+
+@job
+def load_on_ranks(rank: int, size: int, placement: dict) -> dict:
+    """Tables before, between and after steps of two ranks."""
+    ebc = collection(timeout_s=60, **placement)
+    start = torch.arange(36.0).view(9, 4)
+    ebc.load_table("t", start)
+    ebc(ids(rank, 8)).values().sum().backward()
+    ebc.step()
+    rows = ebc(ids(rank, 8)).values()
+    assert not torch.equal(rows, start[[rank, 8]])
+    ebc.load_table("t", torch.full((2, 4), -1.0), rows=slice(7, 9))
+    rows = ebc(ids(7, 8)).values()
+    assert torch.equal(rows, torch.full((2, 4), -1.0))
+    ebc.optimizer.zero_grad()
+    ebc.load_table("t", start)
+    rows = ebc(ids(rank, 8)).values()
+    assert torch.equal(rows, start[[rank, 8]])
+    ebc.optimizer.zero_grad()
+    weights = ebc.state_dict()["embedding_bags.t.weight"].clone()
+    ebc.close()
+    return {"weights": weights}
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{}, {"placement": "sharded"}, {"placement": "mixed", "replicated_rows": {"t": 3}}],
+    ids=["replicated", "sharded", "mixed"],
+)
+def test_load_table_writes_the_copies_of_all_ranks(placement: dict) -> None:
+    for result in ranks(load_on_ranks, placement, size=2):
+        assert torch.equal(result["weights"], torch.arange(36.0).view(9, 4))
 
 
 def test_assigning_a_weight_loads_the_table() -> None:
