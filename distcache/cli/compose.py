@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,10 @@ class Composed:
 
 
 def compose_command_line(place: Place) -> Composed:
-    """Run Hydra over `sys.argv`; SystemExit for errors that Hydra has printed.
+    """Run Hydra over `sys.argv`.
 
-    Raises ConfigError for a sweep under several ranks, or into one folder. A sweep of one rank runs
-    here, each job in fresh processes.
+    Raises ConfigError for what Hydra cannot compose, and for a sweep under several ranks or into
+    one folder. A sweep of one rank runs here, each job in fresh processes.
     """
     if asks_for_sweep(sys.argv[1:]):
         refuse_if(
@@ -94,10 +95,59 @@ def compose_command_line(place: Place) -> Composed:
 
 def _run_hydra(command: str, schema: type, task: Callable[[DictConfig], None]) -> None:
     """Run Hydra over `sys.argv` with `conf/<command>.yaml`, every key and type of it checked
-    against the tree `schema`."""
+    against the tree `schema`.
+
+    Raises ConfigError for every error of Hydra's own, and what `task` raises as it is.
+    """
     ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    task_errors: list[Exception] = []
+
+    def watched_task(config: DictConfig) -> None:
+        try:
+            task(config)
+        except Exception as error:
+            task_errors.append(error)
+            raise
+
+    # Hydra prints its errors and exits, with a traceback where it did not expect them; with this
+    # variable it raises them. Jobs of a sweep inherit it, which changes nothing for them.
+    given = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
     # Hydra's decorator is applied here so that importing this module touches no configuration.
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)
+    try:
+        start(watched_task)()
+    except Exception as error:
+        if error in task_errors:
+            raise
+        raise composing_error(error, sys.argv[1:]) from error
+    finally:
+        if given is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = given
+
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""The variable with which Hydra raises its errors."""
+
+
+def composing_error(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    """Return the error for `arguments` from which Hydra could make no configuration."""
+    if isinstance(error, OmegaConfBaseException):
+        return value_error(error)
+    if isinstance(error, HydraException):
+        return hydra_error(error)
+    # Hydra did not expect it, so the text may name no override.
+    text = " ".join(arguments)
+    return ConfigError(f"{text}: Hydra takes no such overrides ({type(error).__name__}: {error})")
+
+
+def hydra_error(error: HydraException) -> ConfigError:
+    """Return the error for an override that Hydra refused, with the first line of its cause."""
+    lines = str(error).splitlines()
+    lines += str(error.__cause__ or "").splitlines()[:1]
+    return ConfigError(": ".join(dict.fromkeys(line.strip() for line in lines if line.strip())))
 
 
 T = TypeVar("T")
@@ -117,8 +167,7 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     """Run Hydra over the arguments of `python -m distcache.<command>`, with `conf/<command>.yaml`
     over the tree `schema`; None where there is nothing to run (`--help`, `--cfg job`).
 
-    Own lists may be typed without brackets, own texts as they are. Raises ConfigError, SystemExit
-    for errors that Hydra has printed.
+    Own lists may be typed without brackets, own texts as they are. Raises ConfigError.
     """
     refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
     typed = [_as_hydra(text, schema) for text in arguments]
@@ -195,8 +244,7 @@ def compose_overrides(overrides: Sequence[str]) -> str:
     except OmegaConfBaseException as error:
         raise value_error(error) from error
     except HydraException as error:
-        cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
-        raise ConfigError(f"{error}{cause}") from error
+        raise hydra_error(error) from error
 
 
 def value_error(error: OmegaConfBaseException) -> ConfigError:
@@ -316,9 +364,11 @@ def _check_given(given: Override, own_groups: bool, schema: type) -> None:
     """Raise ConfigError for the value of a key, section or group that the tree does not take."""
     key, value = given.key_or_group, given.value()
     groups = groups_of(key, schema)
-    if groups and isinstance(value, str):
-        if value not in groups and not own_groups:
-            raise keys.not_in_group(key, value, groups)
+    if groups and isinstance(value, str | list):
+        names = [value] if isinstance(value, str) else value
+        for name in names:
+            if not isinstance(name, str) or (name not in groups and not own_groups):
+                raise keys.not_in_group(key, str(name), groups)
     elif keys.is_section(key, schema):
         if value is None or isinstance(value, bool | int | float):  # not keys below it
             raise keys.not_a_value(key, given.get_value_element_as_str(), schema)

@@ -6,12 +6,14 @@ import glob
 import logging
 import math
 import re
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from distcache.config.keys import element_type, type_words
 from distcache.config.tree import (
     CacheConfig,
     Config,
@@ -65,8 +67,10 @@ def check_values(config: Config, but: Collection[str] = ()) -> None:
 
 def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
     """`check_values` of one section of the tree, or of a command's own keys, which have no name."""
+    kinds = typing.get_type_hints(type(section))
     for own in fields(section):
         key, value = f"{name}.{own.name}".lstrip("."), getattr(section, own.name)
+        _check_type(key, value, kinds[own.name])
         rule = own.metadata
         default = own.default if own.default_factory is MISSING else own.default_factory()
         if key in but:
@@ -77,6 +81,21 @@ def check_section(name: str, section: Any, but: Collection[str] = ()) -> None:
         if "only" in rule and value != default:
             by = name if rule["by"] == "name" else f"{name}.{rule['by']}".lstrip(".")
             _of_another(key, value, by, getattr(section, rule["by"]), rule["only"])
+
+
+_INT64 = 1 << 63
+
+
+def _check_type(key: str, value: Any, kind: Any) -> None:
+    """Raise ConfigError for a list in which an element has another type than `kind` says, which
+    OmegaConf takes where it is a list itself, and for whole numbers of more than 64 bits."""
+    numbers = value if isinstance(value, list) else [value]
+    large = [one for one in numbers if isinstance(one, Integral) and not -_INT64 <= one < _INT64]
+    refuse_if(large, f"{key}={value} is out of range: give whole numbers of at most 64 bits")
+    if isinstance(value, list) and (element := element_type(kind)) is not None:
+        kinds = {int: Integral, float: (int, float)}.get(element, element)
+        wrong = not all(isinstance(one, kinds) for one in value)
+        refuse_if(wrong, f"{key}={value}: give {type_words(kind)}")
 
 
 def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
@@ -171,7 +190,7 @@ def _rows(key: str, rows: Any) -> Refusals:
 
 
 def _positive(key: str, values: Sequence[int]) -> Refusals:
-    wrong = not values or any(value < 1 for value in values)
+    wrong = not values or min(values) < 1
     return {f"{key}={values}: give a list of whole numbers, each at least 1": wrong}
 
 

@@ -124,13 +124,15 @@ def check_value(key: str, value: Any, schema: type = Config) -> None:
     """ConfigError, in words, for a value that does not have the type of a known `key`."""
     try:
         OmegaConf.update(deepcopy(_tree(schema)), key, value)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}={value}: give {_words(_type_of(key, schema))}") from error
+    except (OmegaConfBaseException, ValueError) as error:  # ValueError: a name below a list
+        raise ConfigError(f"{key}={value}: give {type_words(_type_of(key, schema))}") from error
 
 
 def list_keys(schema: type) -> set[str]:
     """Dotted keys of a command's own lists, which may be typed without brackets."""
-    return {key for key in own_keys(schema) if _words(_type_of(key, schema)).startswith("a list")}
+    return {
+        key for key in own_keys(schema) if type_words(_type_of(key, schema)).startswith("a list")
+    }
 
 
 def own_keys(schema: type, prefix: str = "") -> dict[str, str]:
@@ -168,11 +170,19 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _LISTS = {int: "whole numbers, [1,2]", float: "numbers, [0.1,0.2]", str: "names, [a,b]"}
 
 
-def _words(kind: Any) -> str:
-    """What values of a field's type are, in words."""
+def element_type(kind: Any) -> type | None:
+    """The type of the elements of a field's type `list[...]`, also beside null; None for others."""
+    for part in (kind, *typing.get_args(kind)):
+        if typing.get_origin(part) is list:
+            return typing.get_args(part)[0]
+    return None
+
+
+def type_words(kind: Any) -> str:
+    """A field's type in words."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if own is type(None) else _words(own) for own in arguments)
+        return " or ".join("null" if own is type(None) else type_words(own) for own in arguments)
     if origin is list:
         return f"a list of {_LISTS.get(arguments[0], 'values')}"
     return _WORDS.get(kind, "keys with values" if origin is dict else "another value")

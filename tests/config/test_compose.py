@@ -144,7 +144,7 @@ def test_the_text_that_ranks_share_has_all_values_in_it():
         ("+speed=1", "speed: no such key"),
         ("model.cross_rank='${x}'", "model.cross_rank: Interpolation key 'x' not found: write"),
         ("run.dir='${oc.env:UNSET_HERE}'", "run.dir: KeyError raised while resolving"),
-        ("data.table_rows=[9223372036854775808]", "9,223,372,036,854,775,808 rows are more than"),
+        ("data.table_rows=[9007199254740993]", "9,007,199,254,740,993 rows are more than"),
         ("data.table_rows=???", "data.table_rows: a value is needed"),
         ("optim.dense_lr=${optim.rate}", "rate"),
         ("rows==", "rows==: this is no key=value that can be read"),
