@@ -89,6 +89,10 @@ def compose_command_line(place: Place) -> Composed:
         else:
             configs.append(config)
 
+    # Of `--help`, which shows the values that were composed.
+    OmegaConf.register_new_resolver(
+        "all_keys", lambda *, _root_: keys.usage_of_all(_root_), replace=True
+    )
     _run_hydra("train", Config, task)
     return Composed(to_text(configs[0])) if configs else Composed(None, int(any(codes)))
 

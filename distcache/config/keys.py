@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import textwrap
 import types
 import typing
@@ -10,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -148,13 +151,47 @@ def own_keys(schema: type, prefix: str = "") -> dict[str, str]:
 
 def usage(schema: type) -> str:
     """A line for each of a command's own keys, with its default and what it means."""
-    lines = []
-    for key, text in own_keys(schema).items():
-        value = OmegaConf.select(_tree(schema), key)
-        wrapped = textwrap.wrap(text, 62)
-        lines.append(f"  {f'{key}={_shown(value)}':35} {wrapped[0]}")
-        lines += [" " * 38 + line for line in wrapped[1:]]
-    return "\n".join(lines)
+    return "\n".join(
+        _usage_of(key, OmegaConf.select(_tree(schema), key), text)
+        for key, text in own_keys(schema).items()
+    )
+
+
+def usage_of_all(values: DictConfig) -> str:
+    """A line for each key of a run, with its value in `values` and the docstring of its field."""
+    texts = field_texts(Config)
+    return "\n".join(
+        _usage_of(key, OmegaConf.select(values, key, throw_on_resolution_failure=False), text)
+        for key, text in texts.items()
+    )
+
+
+def _usage_of(key: str, value: Any, text: str) -> str:
+    wrapped = textwrap.wrap(text, 62) or [""]
+    first = f"  {f'{key}={_shown(value)}':35} "
+    if len(first) > 38:  # the value leaves no room for the text
+        return "\n".join([first.rstrip(), *(" " * 38 + line for line in wrapped)])
+    return "\n".join([first + wrapped[0], *(" " * 38 + line for line in wrapped[1:])])
+
+
+def field_texts(schema: type) -> dict[str, str]:
+    """The docstrings of all values of a tree's sections, by dotted key; for a field without one
+    the words that it may be."""
+    texts: dict[str, str] = {}
+    for section in fields(schema):
+        kind = section.default_factory
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+        # A docstring of a field is the expression after its assignment.
+        after = {id(field): text for field, text in pairwise(body)}
+        places = {field.target.id: field for field in body if isinstance(field, ast.AnnAssign)}
+        for field in fields(kind):
+            expression = after.get(id(places[field.name]))
+            if isinstance(expression, ast.Expr):
+                text = " ".join(ast.literal_eval(expression.value).split())
+            else:
+                text = f"One of {', '.join(field.metadata['choice'])}."
+            texts[f"{section.name}.{field.name}"] = text
+    return texts
 
 
 def _shown(value: Any) -> str:

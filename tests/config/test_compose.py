@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
@@ -186,6 +187,19 @@ def test_what_hydra_takes_is_not_refused(override, monkeypatch, tmp_path):
 def test_hydras_own_flags_are_its_own(flags, monkeypatch, capsys):
     assert composed(monkeypatch, *flags.split(), "trainer.steps=7").text is None
     assert "steps: 7" in capsys.readouterr().out
+
+
+def test_help_explains_every_key_with_its_value(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        composed(monkeypatch, "--help", "trainer.steps=7")
+    shown = " ".join(capsys.readouterr().out.split())
+    for section in fields(Config):
+        for key in fields(section.default_factory):
+            start = f" {section.name}.{key.name}="
+            text = shown.partition(start)[2].partition(" ")[2]
+            assert text and not text.startswith((f"{section.name}.", "Powered")), start
+    assert " trainer.steps=7 Training steps; null: one epoch. " in shown
+    assert " model.name=dlrm One of dlrm, dcn_v2. " in shown
 
 
 OWN = ["--config-dir={0}", "--config-di {0}", "-cd {0}", "hydra.searchpath=[{0}]"]
