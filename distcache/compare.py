@@ -275,19 +275,26 @@ def verdict(one: Spread | None, other: Spread | None) -> tuple[str, str]:
     return word, f"apart, as modes of one speed would be 1 time in {odds}{over}"
 
 
+def loss_differences(one: ModeRun, other: ModeRun) -> dict[int, float]:
+    """Relative differences of the losses by step, ascending, of the steps that both runs logged."""
+    ours = one.losses()
+    theirs = other.losses()
+    common = sorted(ours.keys() & theirs.keys())
+    scale = {step: max(abs(ours[step]), abs(theirs[step])) for step in common}
+    return {
+        step: abs(ours[step] - theirs[step]) / scale[step] if scale[step] else 0.0
+        for step in common
+    }
+
+
 def largest_loss_difference(one: ModeRun, other: ModeRun) -> float | None:
     """Largest relative difference of the losses at the steps that both runs logged."""
-    ours, theirs = one.losses(), other.losses()
-    common = ours.keys() & theirs.keys()
-    scale = {step: max(abs(ours[step]), abs(theirs[step])) for step in common}
-    return max(
-        (abs(ours[step] - theirs[step]) / scale[step] if scale[step] else 0.0 for step in common),
-        default=None,
-    )
+    return max(loss_differences(one, other).values(), default=None)
 
 
 # -----------------------------------------------------------------------------
-# The comparison as one picture of four panels: losses, throughput, device memory, bytes.
+# The comparison as one picture of six panels: losses and their differences, evaluations,
+# throughput, device memory, bytes.
 
 RATES = {"samples_per_second": "whole run"}
 MEMORY = {"embedding_device_bytes": "embeddings", "peak_device_bytes": "peak"}
@@ -302,15 +309,17 @@ LINKS = {
 
 def plot(figure: Any, modes: dict[str, list[ModeRun]]) -> None:
     """Draw the picture of the modes, of which there is at least one."""
-    losses, rates, memory, links = figure.subplots(2, 2).flat
+    losses, differences, metrics, rates, memory, links = figure.subplots(3, 2).flat
     draw_losses(losses, modes)
+    draw_differences(differences, modes)
+    draw_evaluations(metrics, modes)
     draw_bars(rates, modes, RATES, ModeRun.number, 1)
     rates.set(title="throughput, samples/s")
     draw_bars(memory, modes, MEMORY, ModeRun.number, MIB)
     memory.set(title="device memory per rank, MiB")
     draw_bars(links, modes, LINKS, ModeRun.per_step, KIB)
     links.set(title="KiB per step by link")
-    for panel in (losses, rates, memory, links):
+    for panel in (losses, differences, metrics, rates, memory, links):
         tidy(panel, "y")
 
 
@@ -326,6 +335,37 @@ def draw_losses(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
     panel.legend()
 
 
+def draw_differences(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
+    """Relative differences of the losses to those of the first mode, logarithmic but near 0."""
+    (base, first), *others = modes.items()
+    largest = 0.0
+    for order, (mode, runs) in enumerate(others, start=1):
+        points = loss_differences(first[0], runs[0])
+        largest = max([largest, *points.values()])
+        panel.plot(list(points), list(points.values()), color=f"C{order}", label=mode)
+    if largest > 0:
+        panel.set_yscale("symlog", linthresh=largest / 1e3)
+        panel.set_ylim(-largest / 2e3, 3 * largest)  # a line at 0 stays visible
+    else:
+        panel.set_ylim(0, 1)
+    panel.set(title=f"relative difference of the loss to {base}", xlabel="step")
+    if others:
+        panel.legend()
+
+
+def draw_evaluations(panel: Any, modes: dict[str, list[ModeRun]]) -> None:
+    """AUC of the evaluations over the steps, as points, since a run may have only one."""
+    for order, (mode, runs) in enumerate(modes.items()):
+        points = [(m["step"], m["eval_auc"]) for m in runs[0].metrics if m.get("eval_auc")]
+        steps = [step for step, _ in points]
+        # Smaller markers on top, so that equal values show all modes.
+        size = 4 + 4 * (len(modes) - 1 - order)
+        panel.plot(steps, [auc for _, auc in points], f"C{order}o-", markersize=size, label=mode)
+    panel.set(title="AUC on held-out samples", xlabel="step")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    panel.legend()
+
+
 def draw_bars(
     panel: Any, modes: dict[str, list[ModeRun]], keys: Mapping[str, str], read: Read, factor: float
 ) -> None:
@@ -336,7 +376,7 @@ def draw_bars(
         values = [medians(modes, read, key, factor)[order] for key in keys]
         at = places + (order - (len(modes) - 1) / 2) * width
         bars = panel.bar(at, [v or 0 for v in values], 0.92 * width, color=f"C{order}", label=mode)
-        texts = ["n/a" if value is None else f"{value:,.4g}" for value in values]
+        texts = ["n/a" if value is None else bar_text(value) for value in values]
         panel.bar_label(bars, texts, padding=2, fontsize=8, rotation=rotation)
         seen += [value for value in values if value]
     if seen and max(seen) > 20 * min(seen):
@@ -346,6 +386,11 @@ def draw_bars(
         panel.margins(y=0.15)
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     panel.set_xticks(places, list(keys.values()))
+
+
+def bar_text(value: float) -> str:
+    """A value in four digits or more, without an exponent where it is large."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 # -----------------------------------------------------------------------------
@@ -466,11 +511,11 @@ def write_files(out: Path, runs: Sequence[ModeRun], command: str) -> None:
             values |= {"seconds": round(run.seconds, 3), "summary": run.summary or None}
             file.write(json.dumps(values, default=str) + "\n")
     modes = by_mode(runs)
-    drawn = bool(modes) and draw(out / "plots.png", (13, 9), plot, modes)
+    drawn = bool(modes) and draw(out / "plots.png", (13, 13), plot, modes)
     places = [run.folder / "environment.json" for group in modes.values() for run in group]
     known = [machine_text(json.loads(path.read_text())) for path in places if path.is_file()]
     parts = ["# Comparison", "", f"`{command}`", "", *known[:1], "", markdown(runs), ""]
-    parts += ["![losses, throughput, memory, bytes](plots.png)", ""] if drawn else []
+    parts += ["![losses, evaluations, throughput, memory, bytes](plots.png)", ""] if drawn else []
     (out / "table.md").write_text("\n".join(parts))
 
 

@@ -204,6 +204,21 @@ def test_losses_are_compared_at_common_steps(tmp_path):
     assert entry.largest_loss_difference(one, none) is None
 
 
+def test_the_plots_show_loss_differences_and_evaluations(tmp_path):
+    figure_module = pytest.importorskip("matplotlib.figure", reason="plots need matplotlib")
+    figure = figure_module.Figure()
+    runs = {"data": [run_of(tmp_path, "data")], "host": [run_of(tmp_path, "host", drift=1e-3)]}
+    entry.plot(figure, runs)
+    panels = {panel.get_title(): panel for panel in figure.axes}
+    (line,) = panels["relative difference of the loss to data"].get_lines()
+    assert list(line.get_xdata()) == list(runs["data"][0].losses())
+    assert line.get_ydata() == pytest.approx(1e-3, rel=1e-2)
+    points = [line.get_xydata().tolist() for line in panels["AUC on held-out samples"].get_lines()]
+    assert points == [[[200, 0.7]]] * 2
+    labels = [text.get_text() for text in panels["throughput, samples/s"].texts]
+    assert labels == ["170,667"] * 2
+
+
 def test_a_summary_that_was_there_before_is_no_result(tmp_path):
     assert run_of(tmp_path, "data").error is None
     os.utime(tmp_path / "data" / "summary.json", (1, 1))
