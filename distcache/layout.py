@@ -5,6 +5,7 @@ Letters are those of the README's glossary. Everything here is NumPy on the CPU.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from distcache.errors import ConfigError
 
 HALVES = (torch.float16, torch.bfloat16)
 """Dtypes of 2 bytes: rows are stored and moved in them, not updated."""
+
+WIDE_BYTES = 16
+"""Most bytes that a GPU thread reads or writes at once, at multiples of as many."""
 
 _GOLDEN, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _HALF, _LAST = np.uint64(32), np.uint64(33)
@@ -230,13 +234,22 @@ class RowKind:
 
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows `[m, D]`, and their state `[m, S]` where S > 0, that lie in `memory`, uint8
-        `[m * nbytes]`: the state, whose elements are no smaller, comes first."""
+        `[m * nbytes]`.
+
+        The part whose rows begin at multiples of more bytes comes first. So the alignment of both
+        depends on the widths, and not on m, and kernels need one variant.
+        """
         rows = len(memory) // max(self.nbytes, 1)
-        at = rows * self.state_width * self.dtype.itemsize
-        weight = memory[at:].view(self.stored).view(rows, self.dim)
+        weight_bytes = self.bytes_of(rows, 0)
         if not self.state_width:
-            return weight, None
-        return weight, memory[:at].view(self.dtype).view(rows, self.state_width)
+            return memory[:weight_bytes].view(self.stored).view(rows, self.dim), None
+        weight_alignment = math.gcd(WIDE_BYTES, self.bytes_of(1, 0))
+        if weight_alignment > math.gcd(WIDE_BYTES, self.bytes_of(0, 1)):
+            weight, state = memory.tensor_split([weight_bytes])
+        else:
+            state, weight = memory.tensor_split([self.bytes_of(0, rows)])
+        weight = weight.view(self.stored).view(rows, self.dim)
+        return weight, state.view(self.dtype).view(rows, self.state_width)
 
 
 def group_tables(tables: Sequence[TableSpec]) -> list[list[int]]:

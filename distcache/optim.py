@@ -438,6 +438,15 @@ def row_update(name: str, lr: float = 0.0, **settings: Any) -> RowUpdate:
     return kind(lr, **{key: value for key, value in settings.items() if key in own})
 
 
+def kernel_rules(updates: Sequence[RowUpdate]) -> list[Rule]:
+    """Rules of `updates` that differ in what a kernel is compiled for: all but their numbers.
+
+    A rate of 0, as a warm-up begins with, may take another formula.
+    """
+    rules = [update.rule(rate, 1) for update in updates for rate in (update.lr or 1.0, 0.0)]
+    return list({(rule.name, rule.exponent, rule.decays): rule for rule in rules}.values())
+
+
 def by_table(
     optimizer: RowUpdate | Mapping[str, RowUpdate], tables: Sequence[str]
 ) -> list[RowUpdate]:

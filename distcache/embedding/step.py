@@ -143,7 +143,8 @@ class CollectionTables:
                 planner_threads=planner_threads("auto", world),
             )
             parts = (world, tables, features, update, engine)
-            self.engine = CachedTables(*parts, popularity, self._checked, stores)
+            rest = (popularity, self._checked, stores, recipe.updates)
+            self.engine = CachedTables(*parts, *rest)
         self.whole = self.engine.whole_tables
         self.statistics = StepStatistics(self.engine)
         self.clock = self.statistics.clock

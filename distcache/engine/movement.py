@@ -369,8 +369,10 @@ def parted_rows(joined: Tensor, kind: RowKind) -> Rows:
     width = kind.dim * kind.stored.itemsize // joined.itemsize
     weight, state = joined[:, :width], joined[:, width:]
     if joined.dtype == torch.uint8:
-        weight = weight.contiguous().view(kind.stored)
-        state = state.contiguous().view(kind.dtype)
+        # Not `contiguous`: a single row is that already, and its state may begin at an address at
+        # which no element of `dtype` can lie.
+        weight = weight.clone(memory_format=torch.contiguous_format).view(kind.stored)
+        state = state.clone(memory_format=torch.contiguous_format).view(kind.dtype)
     return weight, state if state.shape[1] else None
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcache import ops
 from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link, together
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
@@ -45,7 +46,7 @@ from distcache.engine.whole import WholeTables
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.ops import put
-from distcache.optim import RowUpdate
+from distcache.optim import RowUpdate, kernel_rules
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
 from distcache.store.rows import RowStore
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
@@ -106,11 +107,13 @@ class CachedTables:
         popularity: Popularity | None = None,
         check: Callable[[Batch], Batch] = lambda batch: batch,
         stores: Sequence[RowStore] = (),
+        updates: Sequence[RowUpdate] = (),
     ) -> None:
         """`features`: of the batches, in their order; `popularity`: what statistics say of these
         tables, in order; `check`: gives a batch whose ids lie in their tables, or raises DataError
-        (on the thread that reads it); `stores`: of `release`, whose rows go on. Raises
-        MemoryTooSmallError where a host does not hold the rows.
+        (on the thread that reads it); `stores`: of `release`, whose rows go on; `updates`: the row
+        optimizers of all tables, if they are not all `update`. Raises MemoryTooSmallError where a
+        host does not hold the rows.
         """
         self.world, self.tables, self.settings, self.update = world, list(tables), settings, update
         groups = make_groups(tables, features, world.size)
@@ -129,6 +132,8 @@ class CachedTables:
         self.whole_tables = WholeTables(world, self.tables, self.rows, update)
         self.planner = make_planner(world, self.rows, settings, check, popular)
         self._warm = ([own.hot for own in popular], share)
+        self._updates = list(updates) or [update]
+        self._is_compiled = False
         self.warmed = -1
         """Rows that a warm start brought; -1 before it."""
         self.shares = any(group.hot is not None for group in self.groups)
@@ -191,8 +196,20 @@ class CachedTables:
             rows = self.rows
             self.planner.restore(self.last_step, lambda at, slots: rows[at].held_rows(slots))
         self._stale = False
+        if not self._is_compiled:
+            self._compile_kernels()
         if self.warmed < 0:
             self.warm_up()
+
+    @torch.no_grad()
+    def _compile_kernels(self) -> None:
+        """Compile and load the kernels of all steps in this thread, before another one launches
+        any: Triton's compiler would stop training or movement in the middle of a run."""
+        if self.world.device.type == "cuda":
+            rules = kernel_rules(self._updates)
+            for kind in dict.fromkeys(rows.cache.kind for rows in self.rows):
+                ops.compile_kernels(kind, rules, self.world.device)
+        self._is_compiled = True
 
     def warm_up(self) -> None:
         """Fill empty slots with the likeliest rows, as far as statistics tell them; the first

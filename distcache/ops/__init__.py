@@ -11,7 +11,7 @@ import functools
 import importlib
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from distcache.errors import ConfigError
+from distcache.layout import RowKind
 from distcache.ops import reference
 from distcache.ops.long_segments import SegmentChunks, segment_chunks
+from distcache.ops.reference import Rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,3 +116,14 @@ def copy_kernel() -> ModuleType:
             f"store.access=zero_copy takes a kernel of Triton, which {why}: set store.access=staged"
         )
     return kernels
+
+
+def compile_kernels(kind: RowKind, rules: Sequence[Rule], device: torch.device) -> None:
+    """Compile all kernels for rows of `kind` on `device`, updated by `rules`, and load them.
+
+    One thread calls it before the first step: a kernel that is compiled at its first launch stops
+    the thread that launches it for up to a second. Does nothing if the reference runs on `device`.
+    """
+    kernels = body(torch.empty(0, device=device))
+    if kernels is not reference:
+        kernels.compile_kernels(kind, rules, device)

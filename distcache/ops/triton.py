@@ -10,6 +10,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,10 +21,10 @@ import triton
 from torch import Tensor
 
 from distcache.errors import ConfigError
-from distcache.layout import HALVES
+from distcache.layout import HALVES, WIDE_BYTES, RowKind
 from distcache.ops import long_segments, reference, triton_kernels
 from distcache.ops.formulas import FORMULAS
-from distcache.ops.long_segments import SegmentChunks
+from distcache.ops.long_segments import SegmentChunks, segment_chunks
 from distcache.ops.reference import Rule
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -123,13 +124,19 @@ def update_rows(
     flag = weight if enabled is None else enabled.view(torch.uint8)
     # As floats: for whole numbers Triton would compile once more, and take them for int32.
     numbers = map(float, (rule.decay, *rule.numbers, 0.0, 0.0, 0.0)[:5])
+    weight_stride, weight_alignment = _row_layout(weight)
+    state_stride, state_alignment = _row_layout(held)
+    gradient_stride, gradient_alignment = _row_layout(gradient)
     _launch(
         triton_kernels.update_rows,
         (weight, held, slots.contiguous(), gradient, flag, count, *numbers),
         (weight, count, dim),
-        WEIGHT_STRIDE=weight.stride(0),
-        STATE_STRIDE=held.stride(0),
-        GRADIENT_STRIDE=gradient.stride(0),
+        WEIGHT_STRIDE=weight_stride,
+        STATE_STRIDE=state_stride,
+        GRADIENT_STRIDE=gradient_stride,
+        WEIGHT_ALIGN=weight_alignment,
+        STATE_ALIGN=state_alignment,
+        GRADIENT_ALIGN=gradient_alignment,
         NUMBERS=len(rule.numbers),
         EXPONENT=rule.exponent,
         DECAY=rule.decays,
@@ -177,6 +184,8 @@ def copy_rows(
         most=None if source.is_cuda and target.is_cuda else LINK_PROGRAMS,
         FROM=source_rows is not None,
         TO=target_rows is not None,
+        SOURCE_ALIGN=_row_layout(source)[1],
+        TARGET_ALIGN=_row_layout(target)[1],
     )
 
 
@@ -185,8 +194,40 @@ def put(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     if not (target.is_contiguous() and values.is_contiguous()):
         return reference.put(target, rows, values)
     reference.check_values(target, rows, values)
-    copy_rows(values.detach(), None, target.detach(), rows)
+    copy_rows(_unit_columns(values), None, target.detach(), rows)
     return target
+
+
+def compile_kernels(kind: RowKind, rules: Sequence[Rule], device: torch.device) -> None:
+    """Launch every variant of the kernels that steps on rows of `kind` use, on a few elements.
+
+    Triton compiles a variant, and loads its machine code, when it is launched for the first time.
+    The variants depend on the widths and dtypes of `kind`, on `rules` and on these flags: ids have
+    weights, updates are masked, some row has more than `CHUNK` occurrences. Only the first are
+    known before training, so all values of the flags are launched. Index tensors are int32, as
+    those of plans. Everything is written to new memory, and nobody waits for the device.
+    """
+    if kind.dtype != torch.float32:
+        return  # the reference takes such rows
+    most = long_segments.CHUNK**2 + 1  # the least with a pass over sums of sums
+    chunks = segment_chunks(torch.tensor([0, most], dtype=torch.int32))
+    # All segments are empty: zeros need no copy to the device, for which the host would wait.
+    index = torch.zeros(most, dtype=torch.int32, device=device)
+    chunks = SegmentChunks(index.new_zeros(len(chunks.table)), chunks.sizes)
+    unchunked = SegmentChunks(index[:0], ())
+    row = torch.zeros(1, kind.dim, device=device)
+    for weights in (None, torch.zeros(most, device=device)):
+        pooled_lookup(row, index, index[:2], weights)
+        row_gradients(row, index, index, index[:2], weights, chunks)
+        row_gradients(row, index, index, index[:2], weights, unchunked)
+    weight = row.to(kind.stored)
+    state = torch.zeros(1, kind.state_width, device=device) if kind.state_width else None
+    for table in (row, weight, state):
+        if table is not None:
+            put(table, index[:1], table.clone())
+    for rule in rules:
+        for enabled in (None, torch.zeros(1, dtype=torch.bool, device=device)):
+            update_rows(rule, weight, state, index[:1], row, enabled)
 
 
 def _segment_sums(
@@ -205,13 +246,15 @@ def _segment_sums(
         return
     if weights is not None:
         weights = weights.detach().to(values.dtype).contiguous()
+    stride, alignment = _row_layout(values)
     ids = [starts if given is None else given.contiguous() for given in (outer, inner)]
     scales, places = values if weights is None else weights, starts if to is None else to
     _launch(
         triton_kernels.segment_sums,
-        (values, starts, ends, *ids, scales, places, out, len(starts)),
+        (values, starts, ends, *ids, scales, places, out, len(starts), stride),
         (values, len(starts), values.shape[1]),
-        STRIDE=values.stride(0),
+        VALUES_ALIGN=alignment,
+        OUT_ALIGN=_row_layout(out)[1],
         HOPS=(inner is not None) + (outer is not None),
         WEIGHTED=weights is not None,
         SCATTER=to is not None,
@@ -243,6 +286,28 @@ def _launch(
 
 
 def _unit_columns(values: Tensor) -> Tensor:
-    """`values` with columns one element apart, outside autograd."""
+    """`values` outside autograd, with columns one element apart.
+
+    A copy if rows begin at multiples of fewer bytes than rows of this width do in a tensor of their
+    own: these would need one more variant of a kernel.
+    """
     values = values.detach()
-    return values if values.stride(1) == 1 else values.contiguous()
+    if values.stride(1) != 1:
+        return values.contiguous()
+    alignment = math.gcd(WIDE_BYTES, values.shape[1] * values.itemsize)
+    stride_bytes = 0 if values.is_contiguous() else values.stride(0) * values.itemsize
+    if stride_bytes % alignment or values.data_ptr() % alignment:
+        return values.clone(memory_format=torch.contiguous_format)
+    return values
+
+
+def _row_layout(values: Tensor) -> tuple[int, int]:
+    """Return the elements from one row to the next, and the bytes, a power of 2 and at most 16, at
+    whose multiples rows begin. For results of `_unit_columns` these depend on the width alone.
+
+    A tensor of one row may have any stride: it counts as contiguous.
+    """
+    width = values.shape[1]
+    stride = width if values.is_contiguous() else values.stride(0)
+    row_bytes = math.gcd(width, stride) * values.itemsize
+    return stride, math.gcd(WIDE_BYTES, row_bytes, values.data_ptr())

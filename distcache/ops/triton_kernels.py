@@ -24,20 +24,29 @@ UNROLL = tl.constexpr(4)
 """Rows of a segment whose loads are under way at the same time."""
 DIGITS = tl.constexpr(formulas.DIGITS)
 
-_INDEX = ["starts", "ends", "outer", "inner", "to", "source_rows", "target_rows", "slots"]
+_POINTERS = ["values", "starts", "ends", "outer", "inner", "weights", "to", "out", "source"]
+_POINTERS += ["source_rows", "target", "target_rows", "weight", "state", "slots", "gradient"]
+_POINTERS += ["enabled"]
 
 
 def _jit(kernel: Callable[..., None]) -> Any:
-    """Compile once for any count of rows and any alignment of index tensors, which are pieces of
-    larger ones: machine code that is missing in the midst of training costs up to a second."""
-    index = [name for name in _INDEX if name in inspect.signature(kernel).parameters]
-    how = {"do_not_specialize": ["count"], "do_not_specialize_on_alignment": index}
-    return triton.jit(**how)(kernel)
+    """Compile a kernel once for any count of rows and any alignment of its pointers.
+
+    By itself Triton compiles another variant for an argument that is 1 or divisible by 16, and for
+    a pointer to a multiple of 16 bytes. Tensors here are pieces of larger ones, so both differ from
+    step to step, and a variant that is missing in the middle of training costs up to a second. The
+    alignment of rows is a constant of the launch instead, which depends on their width alone.
+    """
+    names = inspect.signature(kernel).parameters
+    pointers = [name for name in _POINTERS if name in names]
+    integers = [name for name in ("count", "stride") if name in names]
+    options = {"do_not_specialize": integers, "do_not_specialize_on_alignment": pointers}
+    return triton.jit(**options)(kernel)
 
 
 @_jit
 def segment_sums(
-    values,  # float32 [*, D], rows STRIDE apart
+    values,  # float32 [*, D], rows `stride` apart
     starts,  # [count]: segment i is [starts[i], ends[i])
     ends,
     outer,  # place -> id; read where HOPS = 2
@@ -46,7 +55,7 @@ def segment_sums(
     to,  # [count]: row of `out`; read where SCATTER
     out,  # float32 [*, D], contiguous
     count,
-    STRIDE: tl.constexpr,
+    stride,
     D: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,6 +63,8 @@ def segment_sums(
     WEIGHTED: tl.constexpr,
     SCATTER: tl.constexpr,
     MOST: tl.constexpr,
+    VALUES_ALIGN: tl.constexpr,  # bytes of whose multiple every row begins at one
+    OUT_ALIGN: tl.constexpr,
 ):
     """out[i or to[i]] = the sum over [starts[i], ends[i]), first to last; 0 for an empty segment.
 
@@ -79,14 +90,17 @@ def segment_sums(
                 row = tl.load(inner + place, mask=there, other=0)
             mask = there[:, None] & (column < D)[None, :]
             row = row.to(tl.int64)
-            value = tl.load(values + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
+            # The hint applies to the result of an operation, not to a parameter.
+            source = tl.multiple_of(values + row[:, None] * stride, (VALUES_ALIGN, VALUES_ALIGN))
+            value = tl.load(source + column[None, :], mask=mask, other=0.0)
             if WEIGHTED:
                 value = value * tl.load(weights + place, mask=there, other=0.0)[:, None]
             total += value  # + 0 past the end changes no bit: a sum that began at +0 is never -0
     if SCATTER:
         at = tl.load(to + at, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & (column < D)[None, :]
-    tl.store(out + at[:, None] * D + column[None, :], total, mask=mask)
+    target = tl.multiple_of(out + at[:, None] * D, (OUT_ALIGN, OUT_ALIGN))
+    tl.store(target + column[None, :], total, mask=mask)
 
 
 @_jit
@@ -101,6 +115,8 @@ def copy_rows(
     BLOCK: tl.constexpr,
     FROM: tl.constexpr,
     TO: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr,
+    TARGET_ALIGN: tl.constexpr,
 ):
     """target[target_rows[i] or i] = source[source_rows[i] or i]; programs take turns at tiles."""
     column = tl.arange(0, BLOCK)
@@ -113,8 +129,10 @@ def copy_rows(
             start = tl.load(source_rows + at, mask=inside, other=0).to(tl.int64)
         if TO:
             end = tl.load(target_rows + at, mask=inside, other=0).to(tl.int64)
-        values = tl.load(source + start[:, None] * D + column[None, :], mask=mask)
-        tl.store(target + end[:, None] * D + column[None, :], values, mask=mask)
+        first_source = tl.multiple_of(source + start[:, None] * D, (SOURCE_ALIGN, SOURCE_ALIGN))
+        values = tl.load(first_source + column[None, :], mask=mask)
+        first_target = tl.multiple_of(target + end[:, None] * D, (TARGET_ALIGN, TARGET_ALIGN))
+        tl.store(first_target + column[None, :], values, mask=mask)
 
 
 @triton.jit
@@ -217,6 +235,9 @@ def update_rows(
     FOLDED: tl.constexpr,
     STEPS: tl.constexpr,
     MASKED: tl.constexpr,
+    WEIGHT_ALIGN: tl.constexpr,
+    STATE_ALIGN: tl.constexpr,
+    GRADIENT_ALIGN: tl.constexpr,
 ):
     """One step of a rule on the rows at `slots`: read, update, write, once."""
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
@@ -229,12 +250,16 @@ def update_rows(
         column, valid = _folded_column(column, D, STEPS)
     mask = inside[:, None] & valid[None, :]
     slot = tl.load(slots + at, mask=inside, other=0).to(tl.int64)
-    weights = weight + slot[:, None] * WEIGHT_STRIDE + column[None, :]
+    first = weight + slot[:, None] * WEIGHT_STRIDE
+    weights = tl.multiple_of(first, (WEIGHT_ALIGN, WEIGHT_ALIGN)) + column[None, :]
     w = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gradient + at[:, None] * GRADIENT_STRIDE + column[None, :], mask=mask, other=0.0)
+    first = gradient + at[:, None] * GRADIENT_STRIDE
+    gradients = tl.multiple_of(first, (GRADIENT_ALIGN, GRADIENT_ALIGN)) + column[None, :]
+    g = tl.load(gradients, mask=mask, other=0.0)
+    states = tl.multiple_of(state + slot[:, None] * STATE_STRIDE, (STATE_ALIGN, STATE_ALIGN))
     parts = ()
     for part in tl.static_range(len(COLUMNS)):
-        place = state + slot[:, None] * STATE_STRIDE + COLUMNS[part][0]
+        place = states + COLUMNS[part][0]
         if COLUMNS[part][1] == 1:
             parts += (tl.load(place, mask=inside[:, None], other=0.0),)
         else:
@@ -247,7 +272,7 @@ def update_rows(
         new = RULE(w, g, *parts, D, *numbers, EXPONENT)
     tl.store(weights, new[0].to(weight.dtype.element_ty), mask=mask)  # rounded to nearest
     for part in tl.static_range(len(COLUMNS)):
-        place = state + slot[:, None] * STATE_STRIDE + COLUMNS[part][0]
+        place = states + COLUMNS[part][0]
         if COLUMNS[part][1] == 1:
             tl.store(place, new[part + 1], mask=inside[:, None])
         else:

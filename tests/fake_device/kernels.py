@@ -7,11 +7,17 @@ references. What else a kernel is told (tile, warps) says nothing about its resu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from fake_device.fake_torch import launch_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from distcache.ops import reference, triton_kernels
 from distcache.ops.formulas import FORMULAS
@@ -24,18 +30,52 @@ def install() -> None:
         setattr(triton_kernels, body.__name__, _Kernel(body))
 
 
+class Launch(NamedTuple):
+    """A launch of a kernel: `variant` is all that Triton compiles it for, `thread` a name."""
+
+    variant: str
+    thread: str
+
+
+_recorded: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Context manager that returns the list of the launches within it, in their order."""
+    launches: list[Launch] = []
+    _recorded.append(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.remove(launches)
+
+
 class _Kernel:
     """`kernel[grid](*arguments, **constants)`."""
 
     def __init__(self, body: Callable) -> None:
         self._body = body
+        kernel = getattr(triton_kernels, body.__name__)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._specialize = create_function_from_signature(kernel.signature, kernel.params, backend)
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda *args, **constants: launch_kernel(partial(self._body, **constants), *args)
+        return self._launch
+
+    def _launch(self, *args: Any, **constants: Any) -> None:
+        if _recorded:
+            hosts = [getattr(value, "host", value) for value in args]
+            # Triton's own key: types, divisibility of arguments, constants, options.
+            _, types, options = self._specialize(*hosts, **constants)
+            variant = f"{self._body.__name__} {types} {options}"
+            for launches in _recorded:
+                launches.append(Launch(variant, threading.current_thread().name))
+        launch_kernel(partial(self._body, **constants), *args)
 
 
 def segment_sums(
-    values, starts, ends, outer, inner, weights, to, out, count,
+    values, starts, ends, outer, inner, weights, to, out, count, stride,
     *, HOPS, WEIGHTED, SCATTER, MOST, **_,
 ):  # fmt: skip
     """See `triton_kernels.segment_sums`: each segment's rows, added first to last."""
