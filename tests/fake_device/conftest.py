@@ -16,7 +16,10 @@ from fake_device import process
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """guard.cpp as a library, which takes seconds; skips where it cannot be made or is no use."""
     if torch.version.cuda is not None or torch.version.hip is not None:
-        pytest.skip("this build of torch has a CUDA device of its own: a CPU build is needed")
+        pytest.skip(
+            f"torch {torch.__version__} is a build for GPUs, whose CUDA device cannot be "
+            "replaced: install a CPU build (https://download.pytorch.org/whl/cpu)"
+        )
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ on this machine, which the fake CUDA device is made with")

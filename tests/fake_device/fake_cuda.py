@@ -8,7 +8,10 @@ without waiting for it is read too early:
 * new memory is NaN (integers: 0), and stays that until the operation that writes it is done;
 * memory that was let go of is spoilt as soon as the streams that may use it are through (the one
   that it was made on, and those of `record_stream`): work of another stream finds NaN there;
-* a host buffer is read when a copy is done, not when it is called, if the buffer is pinned.
+* a host buffer is read when a copy is done, not when it is called, if the buffer is pinned;
+* pinned memory is overwritten when it is freed, and then used again. A copy protects the memory
+  until it is done, as torch's event does, only if the copied tensor's storage is the allocator's.
+  A `from_numpy` view of a part of it is read late, whatever is there by then.
 
 A graph holds what one stream was given while it was recorded, and its memory, garbage again at each
 replay and as soon as it was let go of. Not there: the random numbers of a device, graphs of several
@@ -41,6 +44,8 @@ def load(guard: Path) -> None:
     GUARD = ctypes.PyDLL(str(guard), ctypes.RTLD_GLOBAL)
     GUARD.fake_stream.restype = ctypes.c_int64
     GUARD.fake_set_stream.argtypes = [ctypes.c_int64]
+    GUARD.fake_is_pinned_block.restype = ctypes.c_bool
+    GUARD.fake_is_pinned_block.argtypes = [ctypes.c_void_p]
 
 
 class Dropped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -164,11 +165,28 @@ def copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     direction = "to device" if there else "to host"
     DEVICE.count(f"{direction}, {'pinned' if pinned else 'pageable'}")
     DEVICE.count(f"bytes {direction}", on_host.nbytes)
-    read = source if pinned else source.clone()
-    _queue(Tensor.copy_, (to.host, read) if there else (to, source.host), {})
+    late = _late_view(on_host) if pinned else on_host
+    if there:
+        _queue(Tensor.copy_, (to.host, late if pinned else source.clone()), {})
+    else:
+        _queue(Tensor.copy_, (late, source.host), {})
     if not non_blocking or not (pinned or there):
         DEVICE.wait(stream, stream.queued)
     return to
+
+
+def _late_view(pinned: Tensor) -> Tensor:
+    """Return the tensor that a queued copy uses for a pinned one.
+
+    It is the tensor itself, whose memory then lives until the copy is done, if its storage is a
+    block of the pinned allocator: torch records an event for that block. For any other storage
+    there torch records none: the tensor returned has the same addresses and keeps nothing alive.
+    """
+    if GUARD.fake_is_pinned_block(pinned.untyped_storage().data_ptr()) or not pinned.numel():
+        return pinned
+    last = sum((n - 1) * step for n, step in zip(pinned.shape, pinned.stride(), strict=True))
+    memory = (ctypes.c_byte * ((last + 1) * pinned.itemsize)).from_address(pinned.data_ptr())
+    return torch.frombuffer(memory, dtype=pinned.dtype).as_strided(pinned.shape, pinned.stride())
 
 
 def new_empty(like: FakeTensor, size: Any, *, dtype: Any = None, **how: Any) -> FakeTensor:

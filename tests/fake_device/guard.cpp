@@ -5,8 +5,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 namespace {
 using namespace c10;
@@ -17,18 +19,33 @@ void (*block_stream)(int64_t event, int64_t stream);
 int64_t (*query_event)(int64_t event);
 
 std::mutex lock;
-std::map<const char*, size_t> pinned;
+std::map<const char*, size_t> pinned; // blocks in use, by address
+std::map<size_t, std::vector<char*>> unused; // and by size those that are not
 
+// As torch's, it gives a block out again and never back to the system, so a late copy may still read
+// it. What was freed is overwritten at once: NaN for floats, -1 for integers.
 struct Pinned final : Allocator {
-  static void drop(void* data) {
+  static void drop(void* address) {
+    char* data = static_cast<char*>(address);
     std::lock_guard<std::mutex> held(lock);
-    pinned.erase(static_cast<char*>(data));
-    std::free(data);
+    const size_t size = pinned[data];
+    std::memset(data, 0xff, size);
+    pinned.erase(data);
+    unused[size].push_back(data);
   }
   DataPtr allocate(size_t n) override {
-    void* data = std::aligned_alloc(64, (n / 64 + 1) * 64);
+    size_t size = 64;
+    while (size <= n) size *= 2; // more than n: empty memory has an address too
     std::lock_guard<std::mutex> held(lock);
-    pinned[static_cast<char*>(data)] = n + 1; // empty memory has an address too
+    auto& blocks = unused[size];
+    char* data = nullptr;
+    if (blocks.empty()) {
+      data = static_cast<char*>(std::aligned_alloc(64, size));
+    } else {
+      data = blocks.back();
+      blocks.pop_back();
+    }
+    pinned[data] = size;
     return {data, data, &drop, Device(DeviceType::CPU)};
   }
   void copy_data(void* to, const void* from, size_t n) const override { default_copy_data(to, from, n); }
@@ -75,6 +92,11 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 } // namespace at
 
 extern "C" {
+// Whether a block in use begins at `data`.
+bool fake_is_pinned_block(const char* data) {
+  std::lock_guard<std::mutex> held(lock);
+  return pinned.count(data) != 0;
+}
 int64_t fake_stream() { return current; }
 void fake_set_stream(int64_t stream) { current = stream; }
 void fake_callbacks(decltype(record_event) r, decltype(block_stream) b, decltype(query_event) q) {

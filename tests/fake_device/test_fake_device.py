@@ -227,6 +227,7 @@ def promises(call: None) -> list[str]:
         streams_are_ordered_by_events_alone,
         memory_is_used_again_unless_a_stream_is_recorded,
         a_pinned_buffer_is_read_late,
+        freed_pinned_memory_is_overwritten_unless_an_event_was_recorded,
         devices_do_not_mix,
         backward_runs_on_the_stream_of_forward,
     )
@@ -279,6 +280,20 @@ def a_pinned_buffer_is_read_late() -> None:
         assert there.tolist() == [value, value]
 
 
+def freed_pinned_memory_is_overwritten_unless_an_event_was_recorded() -> None:
+    def copied(protected: bool) -> torch.Tensor:
+        buffer = torch.ones(8, pin_memory=True)
+        part = buffer[4:] if protected else torch.from_numpy(buffer.numpy()[4:])
+        assert part.is_pinned()
+        return part.to("cuda", non_blocking=True)
+
+    assert copied(protected=True).tolist() == [1, 1, 1, 1]
+    assert copied(protected=False).isnan().all().item()
+    lost = copied(protected=False)
+    other = torch.full((8,), 3.0, pin_memory=True)  # gets the block that was freed
+    assert lost.tolist() == [3, 3, 3, 3] and other.tolist() == [3] * 8
+
+
 def devices_do_not_mix() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, device="cuda") + torch.ones(2)
@@ -295,7 +310,7 @@ def backward_runs_on_the_stream_of_forward() -> None:
 
 def test_the_device_keeps_its_promises(guard: Path) -> None:
     ((done,),) = run(guard, promises, [None])
-    assert len(done) == 6
+    assert len(done) == 7
     assert not torch.cuda.is_available()  # nothing of it here
 
 

@@ -34,6 +34,7 @@ from scenarios import OPTIMIZERS, Scenario, table
 
 from distcache.cache import StagingRing
 from distcache.comm.link import Link
+from distcache.engine import gradients
 from distcache.engine.groups import Placement
 from distcache.engine.movement import Mover
 from distcache.engine.pipeline import StepStream
@@ -121,6 +122,22 @@ def no_waits() -> Any:
     return patch.object(Issued, "wait", nothing)
 
 
+@contextmanager
+def copied_from_numpy() -> Iterator[None]:
+    """Index tensors go to the device from NumPy's view of a part of pinned memory, for which torch
+    records no event."""
+    packed = gradients.packed
+
+    def changed(tensors: Any, pinned: bool) -> Any:
+        parcel, starts = packed([torch.zeros(1), *tensors], pinned)
+        first = starts[1]
+        view = torch.from_numpy(parcel.numpy()[first:])
+        return view, [start - first for start in starts[1:]]
+
+    with patch.object(gradients, "packed", changed):
+        yield
+
+
 def lacks(of: Any, method: str, does: Callable = nothing) -> Callable[[], Any]:
     """Leaves out a method."""
     return partial(patch.object, of, method, does)
@@ -158,6 +175,7 @@ LAWS = {
     "staging buffers": Law(
         partial(unmarked, StagingRing, "release"), data(3, slots=300), raced=False
     ),
+    "pinned memory of a copy": Law(copied_from_numpy, data(), raced=False),
     "what leaves in place": Law(
         lacks(DirectRows, "marks", lambda self: []), data(access="zero_copy"), raced=False
     ),
