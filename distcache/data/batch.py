@@ -95,8 +95,9 @@ class Batch:
     """A rank's slice of one global batch.
 
     `dense`: float `[b, F_dense]`; `ids`: bags of every feature; `labels`: float `[b]` in {0, 1};
-    `global_size`: B, samples over all ranks of this step; `index`: training step or, for
-    `kind="eval"`, evaluation batch; `first_sample`: position of this slice in the global batch.
+    `global_size`: B, samples over all ranks of this step, which may be 0; `index`: training step
+    or, for `kind="eval"`, evaluation batch; `first_sample`: position of this slice in the global
+    batch.
 
     Look-ahead needs ids alone, so a source may leave dense features and labels where they are:
     then `load` gives both, and until `loaded` they are `unloaded` tensors, which have a shape but
@@ -122,6 +123,11 @@ class Batch:
     phase: str = ""
     parts: tuple[int, ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank has a sample: such a step changes nothing and has no loss."""
+        return self.global_size == 0
+
     def loaded(self) -> Batch:
         """This batch with its dense features and labels; itself where it has them."""
         if self.load is None:
@@ -133,7 +139,7 @@ class Batch:
         """This slice of the global batch whose slices have `sizes` samples, by rank."""
         return replace(
             self,
-            global_size=max(sum(sizes), 1),  # a step without a sample is a loss of 0, not 0 / 0
+            global_size=sum(sizes),
             first_sample=sum(sizes[:rank]),
             largest=max(sizes),
         )

@@ -227,6 +227,11 @@ class CachedParallel(Parallel):
     @torch.enable_grad()
     def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
         outcome: Outcome = flight.result
+        if flight.batch.is_empty:  # a model need not take an empty batch
+            self.dense.zero()
+            self.dense.gather()
+            outcome.loss = flight.labels.new_zeros(())
+            return
         if self._buffers:
             buffers = (module._buffers.get(name) for module, name in self._buffers)
             outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
@@ -294,13 +299,16 @@ class CachedParallel(Parallel):
         outcome.control = control()
 
     def _apply(self, flight: Flight) -> None:
-        """Update rows and dense part; a step whose summed loss is not finite changes nothing."""
+        """Update rows and dense part; a step changes nothing if its summed loss is not finite, or
+        if no rank has a sample: Adam and momentum would move weights without a gradient."""
         outcome: Outcome = flight.result
         control = outcome.control
         enabled = control.enabled if self.result_delay else None
         if outcome.buffers:
             put_back(outcome.buffers, control.enabled)
         if not self.result_delay and self._agreed(flight).bad_ranks:
+            return
+        if flight.batch.is_empty:
             return
         self.applied += 1
         choice = RowChoice(self._update, self.applied)
@@ -322,7 +330,8 @@ class CachedParallel(Parallel):
             if self._bad_ranks:
                 agreement = agreement._replace(bad_ranks=self._bad_ranks)
             outcome.agreement = agreement
-            if self._bad_ranks and self.result_delay:  # it counted, before anybody knew
+            counted = bool(self.result_delay) and not flight.batch.is_empty
+            if self._bad_ranks and counted:  # before anybody knew
                 self.applied -= 1
                 uncount(self.dense_optimizer)
         return outcome.agreement

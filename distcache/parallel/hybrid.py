@@ -543,6 +543,8 @@ class HybridParallel(Parallel):
     def train_step(self, step: Step, asks: int = 0) -> StepResult:
         """Forward, agreement on the loss, backward with the rows' update, dense update."""
         batch = step.batch
+        if batch.is_empty:
+            return self._agree(torch.zeros((), device=self._world.device), 1, asks)
         self._dmp.train()
         if not self._rehearsed:
             self._rehearse(batch.dense.size(1))
@@ -594,7 +596,7 @@ class HybridParallel(Parallel):
     def _logits(self, batch: Batch) -> Tensor:
         """Logits `[b]` of this rank's slice, run at the size that all ranks share."""
         ids, count = batch.ids, batch.dense.size(0)
-        size = batch.largest or -(-batch.global_size // self._world.size)
+        size = max(1, batch.largest or -(-batch.global_size // self._world.size))
         dense = batch.dense.new_zeros(size, batch.dense.size(1))
         dense[:count] = batch.dense
         device = self._world.device
@@ -678,16 +680,14 @@ class HybridParallel(Parallel):
         sent = over_ranks(self._world, self.counters.values())
         nothing = ["ingest", "plan", "plan_exchange", "gather", "write_back", "fill", "scatter"]
         nothing += ["forward_backward", "sync", "apply"]
-        stages = {"load": 0.0, WAIT: 0.0} | self.clock.mean_ms()
-        unknown = ("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))
         return {
             **{name: round(value / self._world.size) for name, value in sent.items()},
             "embedding_device_bytes": most["embedding"],
             "peak_device_bytes": most["peak"],
-            "stage_ms": dict.fromkeys(nothing) | stages,
+            "stage_ms": dict.fromkeys(nothing) | {"load": 0.0, WAIT: 0.0} | self.clock.mean_ms(),
             "stage_hidden_ms": {"load": 0.0} | self.clock.hidden_ms(),
             "table_rows": sum(table.rows for table in self._spec.tables),
-            **dict.fromkeys(unknown),
+            **dict.fromkeys(("cache_rows", "hit_rate", "hit_rate_lookups", *vars(MoveCounts()))),
         }
 
     def close(self) -> None:

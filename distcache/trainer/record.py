@@ -295,12 +295,13 @@ class Progress(AbstractContextManager):
         if phase is not None:
             values |= {"phase": phase.kind, "phase_rate": phase.rate}
         said = self._write(values)
+        loss = "no samples" if math.isnan(result.loss) else f"loss {result.loss:.6f}"
         speed = f"{rate:,.0f} samples/s  {1e3 * interval_s:.2f} ms"
         more = ("" if phase is None else f"  {phase.kind}") + shares(live)
         if self._steps is not None:
             left = timedelta(seconds=round(interval_s * max(0, self._steps - done)))
             more += f"  ETA {left}"
-        logger.info(f"{said}  loss {result.loss:.6f}  {speed}{more}")
+        logger.info(f"{said}  {loss}  {speed}{more}")
         if live.get("stage_ms"):
             logger.info(stages(live["stage_ms"], live["stage_hidden_ms"]))
 

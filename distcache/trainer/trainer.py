@@ -92,6 +92,8 @@ class Loop:
     evaluating: Evaluation = field(default_factory=Evaluation)
     mark: float = 0.0
     over: bool = False
+    empty_seen: bool = False
+    """True after the first step without samples."""
     due: bool = False
     """Whether a checkpoint is written before the next training step."""
     given: tuple[float, float] | None = None
@@ -177,7 +179,11 @@ class Loop:
             self.bad = result
             return True
         self.times.add(seconds, batch.global_size)
-        self.losses.add(result.loss)
+        if batch.is_empty:
+            self.warn_of_empty(batch.index)
+            result = result._replace(loss=math.nan)
+        else:
+            self.losses.add(result.loss)
         self.done, self.phase, self.last = batch.index + 1, self.schedule.forward(), batch
         self.final_loss, self.evaluation = result.loss, None
         self.due |= result.save
@@ -185,6 +191,16 @@ class Loop:
             self.saver.hurry()
         self.report.step(self.done, batch.epoch, result, self.times, self.mode, self.phase)
         return result.stop
+
+    def warn_of_empty(self, step: int) -> None:
+        """Say once that a step had no sample."""
+        if self.world.is_first and not self.empty_seen:
+            logger.warning(
+                "step %s has no sample on any rank: it changes nothing and has no loss, as all "
+                "such steps (this is said once)",
+                f"{step:,}",
+            )
+        self.empty_seen = True
 
     def evaluate(self, step: Step) -> bool:
         """One evaluation batch; whether the loop is over (a stop need not wait for a long one)."""

@@ -318,7 +318,48 @@ def without_dense(world, home: Path) -> dict[str, Any]:
     return seen
 
 
-SCENES = (without_dense, forms, resuming, reused, workers_end, uneven, nothing_to_train, refused)
+class Normalising(torch.nn.Module):
+    """A model that torch refuses to train on a batch without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = SCENARIO.model(), torch.nn.BatchNorm1d(5)
+
+    def forward(self, dense, pooled):
+        return self.net(self.norm(dense), pooled)
+
+
+def empty_batches(world, home: Path) -> dict[str, Any]:
+    """Runs with and without global batches that have no sample, the last of them among these."""
+    place, seen = (world.rank, world.size), {}
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    nothing = torch.zeros(0, 5), (no_ids, torch.zeros(1, dtype=torch.int64)), torch.zeros(0)
+    for mode, optimizer in (("data", "adam"), ("host", "momentum_sgd"), ("hybrid", "adagrad")):
+        whole = slices(*place, count=6)
+        more: dict[str, Any] = {"optimizer": optimizer, "trainer__log_every": 1}
+        model = SCENARIO.model if mode == "hybrid" else Normalising  # which rehearses with 1 sample
+        more |= {"model": model, "eval_loader": [nothing, *slices(*place, 2), nothing]}
+        some = [nothing, *whole[:2], nothing, nothing, *whole[2:], nothing]
+        runs = [
+            fit(world, home / f"{name}-{mode}", items, mode, **more)
+            for name, items in (("full", whole), ("gaps", some))
+        ]
+        alike = [[*digests(run), run["eval_auc"]] for run in runs]
+        seen[mode] = alike, runs[1]["steps"], runs[1]["final_loss"]
+    return seen
+
+
+SCENES = (
+    empty_batches,
+    without_dense,
+    forms,
+    resuming,
+    reused,
+    workers_end,
+    uneven,
+    nothing_to_train,
+    refused,
+)
 
 
 def play(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -358,6 +399,23 @@ def test_resuming_is_exact(seen):
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
         assert found["resuming"]["drawn again"] == [0, *range(4, 12)]
+
+
+def test_a_global_batch_without_samples_changes_nothing(seen):
+    ranks, _, folder = seen
+    for found in ranks:
+        for mode, (alike, steps, final_loss) in found["empty_batches"].items():
+            assert alike[0] == alike[1] and (steps, final_loss) == (10, None), mode
+            lines = (folder / f"gaps-{mode}" / "metrics.jsonl").read_text().splitlines()
+            losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+            assert [n for n, loss in enumerate(losses) if loss is None] == [0, 3, 4, 9]
+
+
+def test_a_global_batch_without_samples_is_told_of_once(tmp_path, caplog):
+    batch = item(0)
+    nothing = batch[0][:0], (batch[1][0][:0], torch.zeros(1, dtype=torch.int64)), batch[2][:0]
+    fit(None, tmp_path, [nothing, batch, nothing])
+    assert caplog.text.count("has no sample on any rank: it changes nothing") == 1
 
 
 def test_models_in_which_rows_alone_train(seen):
@@ -623,7 +681,7 @@ def test_global_batch_is_the_concatenation():
     whole = as_batch(item(3), SCENARIO.features, 3, 0)
     batch = whole.among([24, 0, 5], 2)
     assert (batch.global_size, batch.first_sample, batch.largest) == (29, 24, 24)
-    assert whole.among([0, 0], 0).global_size == 1
+    assert whole.among([0, 0], 0).is_empty and not whole.among([0, 1], 0).is_empty
 
 
 BAD_ITEMS = {
