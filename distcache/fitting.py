@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -33,7 +34,7 @@ from distcache.data.own import (
     read_position,
 )
 from distcache.errors import ConfigError, DataError, StepTooLargeError
-from distcache.layout import TableSpec
+from distcache.layout import TableSpec, lookup_names
 from distcache.train import is_restart, new_run_dir, run_dir_of_job, run_folder
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import Start, TrainerState
@@ -128,7 +129,7 @@ class OwnRun(Run):
 
     def _digest(self, batch: Batch) -> tuple[int, int]:
         """Of a batch as it is trained, where ids may be hashed."""
-        check = BatchCheck(self.tables, self.train.features, self.config.data.on_bad_id)
+        check = BatchCheck(self.tables, self.train.lookups, self.config.data.on_bad_id)
         return digest_of(check(batch))
 
     def _compare(self, where: str, was: tuple[int, int], now: tuple[int, int]) -> None:
@@ -217,7 +218,7 @@ class OwnRun(Run):
 
         def known() -> int | None:
             if self.train.dense_features is None:
-                for batch in eval_batches(self.evaluate or (), self.train.features, 1, 0):
+                for batch in eval_batches(self.evaluate or (), self.train.lookups, 1, 0):
                     return batch.dense.shape[1] or None
             return self.train.dense_features
 
@@ -226,7 +227,7 @@ class OwnRun(Run):
     def _evaluation(self, width: int) -> Iterator[Batch]:
         train, items = self.train, self.evaluate or ()
         self.eval_draws.begin_again()  # each of the same samples
-        return eval_batches(items, train.features, self.eval_count, width, train.dense_features)
+        return eval_batches(items, train.lookups, self.eval_count, width, train.dense_features)
 
     def _expected(self) -> int | None:
         """Steps until the first rank's end, where all loaders know their lengths."""
@@ -320,6 +321,24 @@ def table_specs(tables: Sequence[Any]) -> list[TableSpec]:
         found.append(table)
     refuse_if(not found, "tables is empty: give at least one table")
     return found
+
+
+def with_lookups(tables: Sequence[TableSpec]) -> tuple[list[TableSpec], dict[str, str]]:
+    """Return the tables, each read by lookups of its own (`lookup_names`), and the feature that
+    each lookup reads. Raises ConfigError for two lookups of one name."""
+    names = lookup_names(tables)
+    features = [feature for table in tables for feature in table.features]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    refuse_if(
+        bool(twice),
+        f"tables= have two lookups named {twice[:1]}: name a feature once in each table, and no "
+        "feature as feature@table",
+    )
+    places = iter(names)
+    renamed = [
+        replace(table, features=tuple(next(places) for _ in table.features)) for table in tables
+    ]
+    return renamed, dict(zip(names, features, strict=True))
 
 
 def _refuse_tables_inside(model: nn.Module) -> None:
@@ -416,8 +435,9 @@ def fit(
     `load_state_dict` it resumes where it was, else by reading again what was trained, also on
     another number of ranks that bring the same global batches; either way the last batch is read
     again and compared.
-    `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s. `model(dense [b, F], pooled
-    [b, sum of widths]) -> logits [b]`; all ranks start from rank 0's weights. `parallel`: `data`,
+    `tables`: `TableSpec`s or TorchRec's `EmbeddingBagConfig`s; several may read one feature.
+    `model(dense [b, F], pooled [b, sum of widths]) -> logits [b]`, pooled in the order of tables
+    and of the features of each; all ranks start from rank 0's weights. `parallel`: `data`,
     `resident`, `host` or `hybrid`; `optimizer`: a value of the key `optim`.
     `eval_loader`: held-out items, all of them (or `trainer.eval_steps` batches), at the end and
     every `trainer.eval_every` steps. `settings`: keys of the command line, such as
@@ -443,8 +463,8 @@ def fit(
     lone = config.trainer.eval_every is not None and eval_loader is None
     refuse_if(lone, "trainer.eval_every is set, but there is no eval_loader to evaluate on")
     _refuse_tables_inside(model)
-    features = [feature for spec in specs for feature in spec.features]
-    train = OwnBatches(loader, features, epochs, keep=most_ahead(config.cache))
+    specs, lookups = with_lookups(specs)
+    train = OwnBatches(loader, lookups, epochs, keep=most_ahead(config.cache))
     own_world, leave = (world, False) if world is not None else (_join(config), True)
     with torch.random.fork_rng(devices=[]):  # training draws the same without it
         eval_draws = Draws(None if eval_loader is loader else eval_loader)
@@ -465,7 +485,7 @@ def fit(
         run_dir = Path(config.run.dir)
         begun = stack.enter_context(run_folder(config, own_world, is_restart()))
         share_weights(model, own_world)
-        source: Any = OwnSource(tuple(features), tuple(spec.rows for spec in specs))
+        source: Any = OwnSource(tuple(lookups), tuple(spec.rows for spec in specs))
         identity = identity_of(config, own_world, source, specs)
         starts = find_starts(config, own_world, run_dir, identity)
         begin = next(starts), starts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,10 +130,26 @@ class TableSpec:
             stored_dtype(getattr(config, "data_type", None)),
         )
 
+    def feature_of(self, lookup: str) -> str:
+        """Return the feature that a lookup named `feature@table` reads (see `lookup_names`)."""
+        return lookup.removesuffix(f"@{self.name}")
+
     def width(self, itemsize: int) -> int:
         """How many elements of `itemsize` bytes take as much as the weights of a row."""
         own = itemsize if self.dtype is None else self.dtype.itemsize
         return -(-self.dim * own // itemsize)
+
+
+def lookup_names(tables: Sequence[TableSpec]) -> list[str]:
+    """Return a name for each lookup, a (table, feature), table by table, as TorchRec names them:
+    `feature`, or `feature@table` where several tables read the feature.
+    """
+    readers = Counter(feature for table in tables for feature in table.features)
+    return [
+        f"{feature}@{table.name}" if readers[feature] > 1 else feature
+        for table in tables
+        for feature in table.features
+    ]
 
 
 def mix(block: np.ndarray) -> np.ndarray:

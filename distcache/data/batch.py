@@ -331,7 +331,7 @@ def check_ids(
     or beyond its table is an error (`on_bad_id="error"`), or taken modulo the table's rows
     (`"hash"`). Raises DataError, also for malformed offsets or weights and for float ids.
     """
-    offsets = _checked_offsets(ids)
+    offsets = checked_offsets(ids)
     values = np.ascontiguousarray(ids.values.numpy(), np.int64)
     rows = np.array(table_rows, dtype=np.int64)
     if len(rows) != len(ids.features):
@@ -371,8 +371,11 @@ def _is_any_beyond(values: np.ndarray, edges: np.ndarray, rows: np.ndarray) -> b
     return False
 
 
-def _checked_offsets(ids: JaggedIds) -> np.ndarray:
-    """The offsets as int64, after all that must hold for them, the values and the weights."""
+def checked_offsets(ids: JaggedIds) -> np.ndarray:
+    """Return the offsets as int64 `[F * b + 1]`.
+
+    Raises DataError where they, the values or the weights are malformed.
+    """
     if ids.values.dtype not in _ID_DTYPES or ids.values.dim() != 1:
         is_float = ids.values.dtype.is_floating_point
         remedy = " (replace missing ids by a row of their own, then .long())" if is_float else ""

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from distcache.data.batch import UNKNOWN, Batch, JaggedIds, is_one_each, one_each
+from distcache.data.batch import (
+    UNKNOWN,
+    Batch,
+    JaggedIds,
+    checked_offsets,
+    is_one_each,
+    one_each,
+)
 from distcache.errors import ConfigError, DataError
 from distcache.stopping import stop_explains, stop_requested
 
@@ -80,23 +87,27 @@ class OwnBatches:
 
     An item is (dense `[b, F]`, ids, labels `[b]`), or an object with `dense_features`,
     `sparse_features` and `labels`; ids are a KeyedJaggedTensor, `JaggedIds`, or (values, offsets)
-    or (values, offsets, weights), feature-major in the order of `features`. b may differ between
-    ranks and items. The position of the last `keep` items is remembered: the iterable's
-    `state_dict()` after each, where it has one, and the one before, from which one item is read
-    again to be compared; else the number of items, which are then read and dropped to come back to
-    it. The states of a `DataLoader`'s generators belong to it. `dense_features`: F of the last
-    item, None before the first. Items are copied: an iterable may fill the same buffers again.
+    or (values, offsets, weights), feature-major in the order of the distinct features that
+    `lookups` read. b may differ between ranks and items. The position of the last `keep` items is
+    remembered: the iterable's `state_dict()` after each, where it has one, and the one before, from
+    which one item is read again to be compared; else the number of items, which are then read and
+    dropped to come back to it. The states of a `DataLoader`'s generators belong to it. Items are
+    copied: an iterable may fill the same buffers again.
 
+    `lookups`: the feature that each lookup reads, by the name of the lookup, in order, which is
+    that of the features of a batch; `dense_features`: F of the last item, None before the first;
     `name`: class of the iterable, for errors; `last`: the last of the items that were read again;
     `draws_random`: whether torch's CPU generator moved while all of them were.
     """
 
     def __init__(
-        self, loader: Iterable[Any], features: Sequence[str], epochs: int = 1, keep: int = 64
+        self, loader: Iterable[Any], lookups: Mapping[str, str], epochs: int = 1, keep: int = 64
     ) -> None:
         if epochs < 1:
             raise ConfigError(f"epochs={epochs}: it must be at least 1")
-        self._loader, self.features, self._epochs = loader, tuple(features), epochs
+        self._loader = loader
+        self.lookups = lookups
+        self._epochs = epochs
         self.name = type(loader).__name__
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._start: dict[str, Any] = {"epoch": 0, "items": 0, "loader": None}  # `open` goes there
@@ -186,7 +197,7 @@ class OwnBatches:
             if item is _END:
                 break
             if number == self._again - 1:
-                self.last = as_batch(item, self.features, number, self._start["epoch"])
+                self.last = as_batch(item, self.lookups, number, self._start["epoch"])
         if self._again:
             self._set_generators(self._start)
             self._previous = self._position(self._start["epoch"], self._start["items"])
@@ -210,7 +221,7 @@ class OwnBatches:
             self._looked_at = [item]
             if item is _END:
                 return 0, False
-            ids = as_batch(item, self.features, 0, 0).ids
+            ids = as_batch(item, self.lookups, 0, 0).ids
             return len(ids.values), ids.weights is not None
         except DataError as error:
             self._looked_at = self._looked_at or [error]
@@ -249,7 +260,7 @@ class OwnBatches:
             while (item := self._draw(step)) is not _END:
                 done += 1
                 self._remember(step + 1, epoch, done)
-                batch = as_batch(item, self.features, step, epoch)
+                batch = as_batch(item, self.lookups, step, epoch)
                 _check_width(batch, self.dense_features)
                 self.dense_features = batch.dense.shape[1]
                 yield batch
@@ -396,7 +407,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 def eval_batches(
     loader: Iterable[Any],
-    features: Sequence[str],
+    lookups: Mapping[str, str],
     count: int,
     dense_features: int,
     trained: int | None = None,
@@ -409,7 +420,7 @@ def eval_batches(
     items = _begin(loader, "eval", 0)
     number = 0
     while number < count and (item := _draw(items, "eval", number)) is not _END:
-        batch = as_batch(item, features, number, 0, "eval")
+        batch = as_batch(item, lookups, number, 0, "eval")
         _check_width(batch, dense_features if number else trained)
         dense_features = batch.dense.shape[1]
         yield batch
@@ -418,7 +429,7 @@ def eval_batches(
         return
     for index in range(number, count):
         offsets = torch.zeros(1, dtype=torch.int64)
-        ids = JaggedIds(tuple(features), torch.zeros(0, dtype=torch.int64), offsets)
+        ids = JaggedIds(tuple(lookups), torch.zeros(0, dtype=torch.int64), offsets)
         nothing = torch.zeros(0)
         yield Batch(nothing.view(0, dense_features), ids, nothing, UNKNOWN, index, 0, 0, "eval")
 
@@ -460,10 +471,11 @@ def _draw(items: Iterator[Any], kind: str, number: int) -> Any:
 
 
 def as_batch(
-    item: Any, features: Sequence[str], index: int, epoch: int, kind: str = "train"
+    item: Any, lookups: Mapping[str, str], index: int, epoch: int, kind: str = "train"
 ) -> Batch:
     """One item of an iterable, copied, as a slice of unknown place.
 
+    `lookups`: the feature that each lookup reads, by the name of the lookup, in order.
     Raises DataError that names the item.
     """
     where = f"{kind} batch {index} of your loader"
@@ -474,7 +486,8 @@ def as_batch(
     dense, labels = _numbers(item[0], f"{where}: dense"), _numbers(item[2], f"{where}: labels")
     if labels.dim() == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    ids = as_ids(item[1], tuple(features), where)
+    features = tuple(dict.fromkeys(lookups.values()))
+    ids = as_ids(item[1], features, where)
     b = len(labels) if labels.dim() == 1 else -1
     if dense.dim() != 2 or dense.shape[0] != b or ids.batch_size != b:
         raise DataError(
@@ -494,6 +507,8 @@ def as_batch(
     count, offsets = ids.values.numel(), ids.offsets
     offsets = one_each(count) if is_one_each(offsets, count) else offsets.clone()
     ids = JaggedIds(ids.features, ids.values.clone(), offsets, weights)
+    if ids.features != tuple(lookups):
+        ids = _looked_up(ids, lookups, where)
     return Batch(dense.clone(), ids, labels.clone(), UNKNOWN, index, epoch, 0, kind)
 
 
@@ -508,7 +523,8 @@ def _check_width(batch: Batch, width: int | None) -> None:
 
 
 def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:
-    """A KeyedJaggedTensor, `JaggedIds`, or (values, offsets[, weights]) as ids of `features`."""
+    """A KeyedJaggedTensor, `JaggedIds`, or (values, offsets[, weights]) as ids of `features`, in
+    any order."""
     if isinstance(ids, JaggedIds):
         found = ids
     elif hasattr(ids, "keys") and hasattr(ids, "lengths"):
@@ -523,24 +539,26 @@ def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:
         raise DataError(
             f"{where}: ids are a {_name(ids)}; give a KeyedJaggedTensor or (values, offsets)"
         )
-    if found.features == features:
-        return found
     if sorted(found.features) != sorted(features):
         raise DataError(
             f"{where} has the features {list(found.features)}; the tables read {list(features)}"
         )
-    return _reordered(found, features)
+    return found
 
 
-def _reordered(ids: JaggedIds, features: tuple[str, ...]) -> JaggedIds:
-    """The same bags with their features in another order."""
+def _looked_up(ids: JaggedIds, lookups: Mapping[str, str], where: str) -> JaggedIds:
+    """Return the bags of each lookup: those of the feature that it reads."""
+    try:
+        checked_offsets(ids)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
     b = ids.batch_size
-    order = [ids.features.index(feature) for feature in features]
+    order = [ids.features.index(feature) for feature in lookups.values()]
     spans = [slice(int(ids.offsets[f * b]), int(ids.offsets[(f + 1) * b])) for f in order]
-    lengths = ids.offsets.diff().view(len(features), b)[order].reshape(-1)
+    lengths = ids.offsets.diff().view(len(ids.features), b)[order].reshape(-1)
     weights = None if ids.weights is None else torch.cat([ids.weights[span] for span in spans])
     values = torch.cat([ids.values[span] for span in spans])
-    return JaggedIds.of_lengths(features, values, lengths, weights)
+    return JaggedIds.of_lengths(tuple(lookups), values, lengths, weights)
 
 
 def _numbers(values: Any, what: str) -> Tensor:

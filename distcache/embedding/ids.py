@@ -6,7 +6,6 @@ import functools
 import math
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from distcache.data.batch import Batch, JaggedIds
 from distcache.errors import ConfigError, DataError
-from distcache.layout import TableSpec, whole_number
+from distcache.layout import TableSpec, lookup_names, whole_number
 
 # TorchRec's names; where it is not installed, or does not load, ones of which nothing is an
 # instance, for modules with the arguments of torch.nn's do without it.
@@ -80,15 +79,11 @@ class Lookups:
 def lookups_of(configs: Sequence[Any]) -> Lookups:
     """The lookups of `configs` in TorchRec's order."""
     pairs = [(index, name) for index, config in enumerate(configs) for name in config.feature_names]
-    readers = Counter(name for _, name in pairs)
-    names = (
-        f"{name}@{configs[table].name}" if readers[name] > 1 else name for table, name in pairs
-    )
     named = tuple(map(TableSpec.of_config, configs))
     places = iter(range(len(pairs)))
     return Lookups(
         features=tuple(feature for _, feature in pairs),
-        names=tuple(names),
+        names=tuple(lookup_names(named)),
         tables=tuple(table for table, _ in pairs),
         dims=tuple(configs[table].embedding_dim for table, _ in pairs),
         specs=tuple(

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,8 +101,6 @@ class HybridSpec:
 
 def check_spec(spec: HybridSpec, world: World) -> None:
     """Raise ConfigError, with the way out, for what TorchRec's sharded tables cannot do here."""
-    readers = Counter(feature for table in spec.tables for feature in table.features)
-    shared = sorted(feature for feature, count in readers.items() if count > 1)
     if world.device.type != "cpu" and world.backend == "gloo" and world.size > 1:
         raise ConfigError(
             "parallel=hybrid on CUDA exchanges rows with NCCL, and this job runs on gloo: start "
@@ -124,8 +121,6 @@ def check_spec(spec: HybridSpec, world: World) -> None:
                 "FBGEMM rounds updated rows of float16 and bfloat16 by chance: parallel=hybrid has "
                 "tables in float32 alone, so leave data_type out, or use another mode"
             )
-    if shared:
-        raise ConfigError(f"features {shared} are read by several tables: give each table its own")
 
 
 def check_memory(spec: HybridSpec, world: World) -> None:

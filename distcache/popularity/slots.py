@@ -255,7 +255,8 @@ def statistics_of(
     found = {table.feature: table for table in statistics.tables}
     counts = []
     for table in tables:
-        parts = [found[feature] for feature in table.features if feature in found]
+        counted = [found.get(name, found.get(table.feature_of(name))) for name in table.features]
+        parts = [part for part in counted if part is not None]
         lacks = len(parts) < len(table.features) or any(p.rows != table.rows for p in parts)
         if lacks or not alike:
             features = [feature for table in tables for feature in table.features]

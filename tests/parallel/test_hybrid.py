@@ -340,7 +340,6 @@ def _world(device: str = "cpu", backend: str = "gloo", size: int = 2) -> World:
     [
         ({"tables": (TableSpec("t", 9, 6, ("a",)),), "features": ("a",)}, {}, "embedding_dim=8"),
         ({"weighted": True}, {}, "weights need 'sum'"),
-        ({"tables": (*TABLES, TableSpec("t", 9, 8, ("t0_0",)))}, {}, "several tables"),
         ({}, {"device": "cuda"}, "trainer.backend=nccl"),
     ],
 )

@@ -30,12 +30,15 @@ from distcache.data.batch import JaggedIds
 from distcache.data.own import Draws, OwnBatches, as_batch, digest_of, read_position
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.fitting import _summed, own_config, table_specs
+from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
 from distcache.trainer.manifest import Manifest
 
 SCENARIO = Scenario((table("t", 300, 8, 3),), row_update("adagrad"), steps=12, weighted=False)
 """Three features on one table; a rank's slice of step s is `SCENARIO.batch(s, rank, world)`."""
+READS = {feature: feature for feature in SCENARIO.features}
+"""The feature that each lookup reads."""
 ROWS = {"cache.rows": 160, "cache.lookahead": 3, "optim.dense_lr": 0.1, "optim.embedding_lr": 0.1}
 AUTO = {"cache__lookahead": "auto"}
 """The window by the ids of the first item, read before the run, and trained in its turn."""
@@ -105,7 +108,7 @@ def fit(world, folder: Path, loader, parallel="data", **settings):
     own = {key.replace("__", "."): value for key, value in settings.items() if "__" in key}
     rest = {key: value for key, value in settings.items() if "__" not in key}
     keys = ROWS | {"run.dir": str(folder), "run.save": save, "run.overwrite": True} | own
-    model, tables = rest.pop("model", SCENARIO.model)(), SCENARIO.tables
+    model, tables = rest.pop("model", SCENARIO.model)(), rest.pop("tables", SCENARIO.tables)
     return distcache.fit(
         loader, tables, model, parallel=parallel, settings=keys, world=world, **rest
     ).summary
@@ -349,7 +352,58 @@ def empty_batches(world, home: Path) -> dict[str, Any]:
     return seen
 
 
+DEEP_AND_WIDE = (
+    TableSpec("deep", 300, 8, ("t_0", "t_1")),
+    TableSpec("wide", 300, 4, ("t_0",), "mean"),
+    TableSpec("last", 300, 8, ("t_2",)),
+)
+"""Tables of which two read one feature."""
+COPIED = (
+    DEEP_AND_WIDE[0],
+    TableSpec("wide", 300, 4, ("copy",), "mean"),
+    DEEP_AND_WIDE[2],
+)
+"""The same tables, in which the second one reads a copy of the feature."""
+
+
+def wide_net() -> SmallNet:
+    torch.manual_seed(3)
+    return SmallNet(5, 8 + 8 + 4 + 8)
+
+
+def with_copy(dense, ids, labels):
+    """An item with bags of `t_0`, `t_1`, a copy of `t_0`, and `t_2`."""
+    values, offsets = ids
+    b = len(labels)
+    bags = [values[offsets[i] : offsets[i + 1]] for i in range(3 * b)]
+    bags = [*bags[: 2 * b], *bags[:b], *bags[2 * b :]]
+    ends = torch.tensor([0, *map(len, bags)]).cumsum(0)
+    return dense, (torch.cat(bags), ends), labels
+
+
+def shared_feature(world, home: Path) -> dict[str, Any]:
+    """Runs in which two tables read one feature, and runs with a copy of the feature."""
+    place, seen = (world.rank, world.size), {}
+    evals = slices(*place, 2)
+    for mode in MODES:
+        shared = {"model": wide_net, "tables": DEEP_AND_WIDE, "cache__rows": 200}
+        copied = shared | {"tables": COPIED, "eval_loader": [with_copy(*each) for each in evals]}
+        shared |= {"eval_loader": evals}
+        copies = [with_copy(*each) for each in slices(*place)]
+        half = home / f"shared-{mode}"
+        fit(world, half, slices(*place), mode, trainer__steps=5, **shared)
+        more = shared | {"trainer__resume": str(half)}
+        runs = [
+            fit(world, home / f"copied-{mode}", copies, mode, **copied),
+            fit(world, home / f"whole-{mode}", slices(*place, form="kjt"), mode, **shared),
+            fit(world, home / f"rest-{mode}", slices(*place), mode, **more),
+        ]
+        seen[mode] = [[*digests(run), run["eval_auc"]] for run in runs]
+    return seen
+
+
 SCENES = (
+    shared_feature,
     empty_batches,
     without_dense,
     forms,
@@ -399,6 +453,26 @@ def test_resuming_is_exact(seen):
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
         assert found["resuming"]["drawn again"] == [0, *range(4, 12)]
+
+
+def test_tables_that_share_a_feature_train_as_with_a_copy_of_it(seen):
+    for found in seen[0]:
+        for mode, (copied, *shared) in found["shared_feature"].items():
+            assert shared == [copied, copied], mode
+
+
+def test_lookups_of_one_name_are_refused(tmp_path):
+    for features in (("t_0", "t_0"), ("t_0", "t_0@wide")):
+        tables = [TableSpec("deep", 300, 8, features), DEEP_AND_WIDE[1]]
+        with pytest.raises(ConfigError, match=r"two lookups named \['t_0@(deep|wide)'\]: name a"):
+            fit(None, tmp_path, [item(0)], tables=tables)
+
+
+def test_malformed_offsets_of_a_shared_feature_are_refused(tmp_path):
+    dense, (values, offsets), labels = item(0)
+    bad = dense, (values[:-1], offsets), labels
+    with pytest.raises(DataError, match="train batch 0 of your loader: offsets go from 0 to"):
+        fit(None, tmp_path, [bad], model=wide_net, tables=DEEP_AND_WIDE)
 
 
 def test_a_global_batch_without_samples_changes_nothing(seen):
@@ -678,7 +752,7 @@ def test_digests_are_of_the_global_batch_alone(weighted):
 
 
 def test_global_batch_is_the_concatenation():
-    whole = as_batch(item(3), SCENARIO.features, 3, 0)
+    whole = as_batch(item(3), READS, 3, 0)
     batch = whole.among([24, 0, 5], 2)
     assert (batch.global_size, batch.first_sample, batch.largest) == (29, 24, 24)
     assert whole.among([0, 0], 0).is_empty and not whole.among([0, 1], 0).is_empty
@@ -704,7 +778,7 @@ BAD_ITEMS = {
 @pytest.mark.parametrize(("change", "message"), BAD_ITEMS.values(), ids=BAD_ITEMS)
 def test_bad_items_are_named(change, message):
     with pytest.raises(DataError, match=rf"train batch 3 of your loader.*{message}"):
-        as_batch(change(*item(3)), SCENARIO.features, 3, 0)
+        as_batch(change(*item(3)), READS, 3, 0)
 
 
 def test_probabilities_and_bools_are_labels():
@@ -712,13 +786,13 @@ def test_probabilities_and_bools_are_labels():
     for good in (labels / 2, labels.bool(), labels * 0 + 0.25, (labels[:0])):
         size = len(good)
         bags = ids if size else (ids[0][:0], ids[1][:1])
-        batch = as_batch((dense[:size], bags, good), SCENARIO.features, 3, 0)
+        batch = as_batch((dense[:size], bags, good), READS, 3, 0)
         assert batch.labels.tolist() == good.float().tolist()
 
 
 def opened(loader, position: bytes | None = None, at: int = 0, **more):
     """A loader's batches from step `at` on, at a position."""
-    own = OwnBatches(loader, SCENARIO.features, **more)
+    own = OwnBatches(loader, READS, **more)
     if position is not None:
         own.resume(read_position(position))
     own.open()
@@ -760,7 +834,7 @@ def test_a_loader_whose_workers_persist_goes_on_in_the_same_order(given):
     assert loader.generator is before and whole[:6] != whole[6:12]
     for step in (2, 6, 9, 15):
         for looks in (False, True):
-            again = OwnBatches(make(), SCENARIO.features, epochs=3)
+            again = OwnBatches(make(), READS, epochs=3)
             if looks:
                 again.first_look()
             again.resume(read_position(positions[step]))
