@@ -316,6 +316,9 @@ def test_statistics_by_feature_for_tables_of_several() -> None:
     )
     assert found.tables[0].dense().tolist() == [3, 0, 3] and found.tables[0].distinct == 2
     assert found.tables[0].lookups == 6 and found.tables[1] is other
+    shared = [TableSpec(name, 3, 4, (f"x@{name}",)) for name in ("deep", "wide")]
+    found = statistics_of(Statistics((a,), "ids", 9), shared, "here")
+    assert found.tables == (a, a)
     for wrong in (TableSpec("both", 4, 4, ("x", "y")), TableSpec("w", 3, 4, ("x", "w"))):
         with pytest.raises(
             ConfigError, match=r"here are .*\(fingerprint [0-9a-f]{16}\); .* fingerprint"
