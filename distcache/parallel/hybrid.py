@@ -574,17 +574,21 @@ class HybridParallel(Parallel):
 
         It reorders them after two backwards, and from three ranks on a sum's last bits depend on
         its place in the buffer: without this, a resumed run would differ in its first two steps.
-        No ids and a zero gradient: no row and no parameter changes.
+        No ids and a zero gradient: no row and no parameter changes. Buffers are put back. There are
+        two samples, because torch refuses to normalise a batch of one.
         """
         names, device = self._spec.features, self._world.device
         weights = torch.empty(0) if self._spec.weighted else None
-        offsets = torch.zeros(len(names) + 1, dtype=torch.int64)
+        offsets = torch.zeros(2 * len(names) + 1, dtype=torch.int64)
         ids = JaggedIds(names, torch.empty(0, dtype=torch.int64), offsets, weights)
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # of dropout
             for _ in range(2):
-                dense = torch.zeros(1, dense_features, device=device)
-                logits = self._dmp(dense, jagged(ids, 1, device))
+                dense = torch.zeros(2, dense_features, device=device)
+                logits = self._dmp(dense, jagged(ids, 2, device))
                 (logits * 0).sum().backward()
+        for buffer, value in buffers:
+            buffer.copy_(value)
         self.counters.reset()
         self._rehearsed = True
 

@@ -332,6 +332,25 @@ class Normalising(torch.nn.Module):
         return self.net(self.norm(dense), pooled)
 
 
+def normalised(world, home: Path) -> dict[str, Any]:
+    """A model with batch normalisation, half way and on; statistics as of 12 training steps."""
+    place, seen = (world.rank, world.size), {}
+    for mode in MODES:
+        where, models = home / f"normalised-{mode}", []
+
+        def model(models=models) -> torch.nn.Module:
+            models.append(Normalising())
+            return models[-1]
+
+        whole = fit(world, where / "whole", slices(*place), mode, model=model)
+        fit(world, where, slices(*place), mode, model=Normalising, trainer__steps=5)
+        more = {"model": Normalising, "trainer__resume": str(where)}
+        rest = fit(world, where / "rest", slices(*place), mode, **more)
+        steps = models[0].norm.num_batches_tracked.item()
+        seen[mode] = digests(whole), digests(rest), steps
+    return seen
+
+
 def empty_batches(world, home: Path) -> dict[str, Any]:
     """Runs with and without global batches that have no sample, the last of them among these."""
     place, seen = (world.rank, world.size), {}
@@ -340,8 +359,7 @@ def empty_batches(world, home: Path) -> dict[str, Any]:
     for mode, optimizer in (("data", "adam"), ("host", "momentum_sgd"), ("hybrid", "adagrad")):
         whole = slices(*place, count=6)
         more: dict[str, Any] = {"optimizer": optimizer, "trainer__log_every": 1}
-        model = SCENARIO.model if mode == "hybrid" else Normalising  # which rehearses with 1 sample
-        more |= {"model": model, "eval_loader": [nothing, *slices(*place, 2), nothing]}
+        more |= {"model": Normalising, "eval_loader": [nothing, *slices(*place, 2), nothing]}
         some = [nothing, *whole[:2], nothing, nothing, *whole[2:], nothing]
         runs = [
             fit(world, home / f"{name}-{mode}", items, mode, **more)
@@ -404,6 +422,7 @@ def shared_feature(world, home: Path) -> dict[str, Any]:
 
 SCENES = (
     shared_feature,
+    normalised,
     empty_batches,
     without_dense,
     forms,
@@ -453,6 +472,12 @@ def test_resuming_is_exact(seen):
         for name in ("replayed", "state", "workers"):
             assert found["resuming"][name] == (5, 5, 7, found["whole"]), name
         assert found["resuming"]["drawn again"] == [0, *range(4, 12)]
+
+
+def test_batch_normalisation_counts_training_steps_alone(seen):
+    for found in seen[0]:
+        for mode, (whole, rest, steps) in found["normalised"].items():
+            assert rest == whole and steps == 12, mode
 
 
 def test_tables_that_share_a_feature_train_as_with_a_copy_of_it(seen):
