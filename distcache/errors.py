@@ -18,6 +18,12 @@ class DistcacheError(Exception):
             text = text.replace(key, name)
         self.args = (text,)
 
+    def name_module(self, title: str) -> None:
+        """Begin the message with the module that it is about, unless `title` is in it already."""
+        text = str(self)
+        if title not in text:
+            self.args = (f"{title}: {text}",)
+
 
 class ConfigError(DistcacheError, ValueError):
     """A key has a wrong value, or two keys contradict each other."""

@@ -31,6 +31,7 @@ from distcache.embedding.settings import (
     StepParameters,
     check_names,
     concrete_device,
+    library_words,
 )
 from distcache.embedding.step import CollectionTables
 from distcache.embedding.weights import TableViews
@@ -237,9 +238,10 @@ class CachedCollection(nn.Module):
         embeddings, so that backward did not come here, calls this instead. Raises PlanError
         before the last micro-batch.
         """
-        step = self.tables.earlier.joined()
-        if step is not None:
-            step.ready(without_backward=True)
+        with library_words(self._recipe):
+            step = self.tables.earlier.joined()
+            if step is not None:
+                step.ready(without_backward=True)
 
     def freeze(self, *tables: str) -> None:
         """From the next step on, leave these tables as they are; by all ranks before the same step.
@@ -467,9 +469,8 @@ class CachedCollection(nn.Module):
             return
 
         def refuse(gradient: Tensor) -> None:
-            if self._copied:
-                raise self._reads_alone("be trained")
-            raise NoUpdate().missing()
+            with library_words(self._recipe):
+                raise self._reads_alone("be trained") if self._copied else NoUpdate().missing()
 
         if self._copied:
             is_frozen = not self.trainable.requires_grad

@@ -93,9 +93,9 @@ class Membership:
 
     def _make_tables(self) -> CollectionTables:
         """Return the tables as `tables` does, while `_making` is held."""
-        name = self.recipe.name
+        name = self.recipe.title
         if self._closed:
-            raise PlanError(f"the {name} is closed: make a new one")
+            raise PlanError(f"{name} is closed: make a new one")
         if self.weights or self._has_attached():
             self._adopt()
         if self.made is None and not self._error:
@@ -114,12 +114,12 @@ class Membership:
                     member._join()
         elif self.made and self._alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
-                f"this {name} was used before init_process_group and trains alone, but now there "
+                f"{name} was used before init_process_group and trains alone, but now there "
                 f"are {dist.get_world_size()} ranks, whose tables would drift apart: call "
                 f"torch.distributed.init_process_group before its first use ({_FIRST_USE})"
             )
         if self.made is None:
-            raise PlanError(f"the tables of this {name} could not be made: {self._error}")
+            raise PlanError(f"the tables of {name} could not be made: {self._error}")
         return self.made
 
     def meet(self, asked: str, way_out: str, limit_s: float | None = None) -> None:
@@ -136,10 +136,10 @@ class Membership:
 
     def _require_tables(self) -> None:
         if not self.recipe.lookups.specs:
-            raise ConfigError(f"this {self.recipe.name} has no tables (tables=[])")
+            raise ConfigError(f"{self.recipe.title} has no tables (tables=[])")
         if self._is_without_rows:
             raise ConfigError(
-                f"this {self.recipe.name} lies on 'meta', without rows: give it a device first, by "
+                f"{self.recipe.title} lies on 'meta', without rows: give it a device first, by "
                 ".to(device) or to_empty(device=...)"
             )
 
@@ -196,7 +196,7 @@ class Membership:
 
     def _several_threads(self, state: str) -> PlanError:
         return PlanError(
-            f"forward of a {self.recipe.name} in thread {threading.current_thread().name} while "
+            f"forward of {self.recipe.title} in thread {threading.current_thread().name} while "
             f"another thread {state}: train from one thread. Evaluation in several threads needs "
             "eval() and torch.no_grad(), and a process without other ranks"
         )
@@ -262,7 +262,7 @@ class Membership:
             return
         if not has_none:
             raise ConfigError(
-                f"the tables of this {self.recipe.name} were given {found[0].__name__} in "
+                f"the tables of {self.recipe.title} were given {found[0].__name__} in "
                 f"backward, but have {self.recipe.update}: leave out one of them"
             )
         update, parameters = convert_optimizer(*found), self.recipe.parameters

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distcache.embedding.ids import ReadIds
+from distcache.embedding.settings import library_words
 from distcache.engine.gradients import DeviceBags
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Flight, Span, Stage
 from distcache.engine.step_rows import StepRows
@@ -115,12 +116,17 @@ class OpenStep:
         self._params = self.view.params
         self._rows = self._params[: len(self.view.parts)]
         own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
+        title = self._tables.recipe.title
 
         def after_accumulate(leaf: Tensor) -> None:
             step = own()
-            if step is None:
-                raise _too_late()
-            step.accumulated(leaf)
+            try:
+                if step is None:
+                    raise _too_late()
+                step.accumulated(leaf)
+            except PlanError as error:
+                error.name_module(title)
+                raise
 
         for leaf in self.leaves:
             if leaf.requires_grad:
@@ -308,9 +314,10 @@ class EarlierSteps:
         the last lookups that were recorded."""
         recorded = [step for step in self.with_open() if step.recorded]
         if recorded and len(recorded[-1].backed) == len(recorded[-1].reads):
-            step = self.joined()
-            if step is not None:
-                step.reduce()
+            with library_words(self._tables.recipe):
+                step = self.joined()
+                if step is not None:
+                    step.reduce()
 
     def joined(self) -> OpenStep | None:
         """The open step; where backward has come to steps before it, one of the rows of all to

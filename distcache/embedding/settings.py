@@ -141,7 +141,10 @@ is, for where a rank's lie among those of all is not known."""
 
 
 class library_words:  # noqa: N801 - reads as `with library_words():`
-    """Errors of the parts below name the arguments of the library."""
+    """Errors of the parts below name the arguments of the library, and the module of `recipe`."""
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self._recipe = recipe
 
     def __enter__(self) -> None:
         pass
@@ -149,6 +152,8 @@ class library_words:  # noqa: N801 - reads as `with library_words():`
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, DistcacheError):
             error.reword(_NAMES)
+            if self._recipe is not None:
+                error.name_module(self._recipe.title)
 
 
 def concrete_device(device: torch.device | str | None) -> torch.device:
@@ -254,6 +259,16 @@ class Recipe:
     name: str
     pooled: bool
     parameters: StepParameters
+
+    @cached_property
+    def title(self) -> str:
+        """The module as errors name it: its class and its tables, the first three by name."""
+        specs = self.lookups.specs
+        if len(specs) == 1:  # those of torch.nn's modules may have one name
+            return f"{self.name} of table {specs[0].name!r} ({specs[0].rows} x {specs[0].dim})"
+        names = ", ".join(repr(spec.name) for spec in specs[:3])
+        rest = f" and {len(specs) - 3} more" if len(specs) > 3 else ""
+        return f"{self.name} of tables {names}{rest}" if specs else self.name
 
     @cached_property
     def _no_leaves(self) -> list[Tensor]:

@@ -37,7 +37,7 @@ from distcache.engine.step import APPLY, Flight, StageClock, record
 from distcache.engine.step_rows import RowSums, choices_of
 from distcache.engine.tables import CachedTables, all_of
 from distcache.engine.whole import Part, WholeTables
-from distcache.errors import NonFiniteLossError, PlanError
+from distcache.errors import DistcacheError, NonFiniteLossError, PlanError
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
@@ -628,7 +628,9 @@ class CollectionTables:
     # --- the end ----------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        """Tell the other ranks why this one will not come."""
+        """Name the module in the error, and tell the other ranks why this one will not come."""
+        if isinstance(error, DistcacheError):
+            error.name_module(self.recipe.title)
         record_failure(self.world.store, self.world.rank, error)
 
     def close(self) -> None:

@@ -578,7 +578,7 @@ class Epoch(Generic[T]):
             tables.start_stream(self, source)
             source.start(tables.engine)
         try:
-            with library_words():
+            with library_words(self._member.recipe):
                 while position not in self._plans:
                     flight = None if source.stream is None else next(source.stream, None)
                     if flight is None:
