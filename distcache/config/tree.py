@@ -264,9 +264,12 @@ class TrainerConfig:
     eval_steps: Any = ruled(0, all_or=0)
     """Global batches of one evaluation: `all` held-out ones, or at most so many; 0: none."""
     log_every: int = least(1, 100)
-    """Training steps between log lines."""
+    """Training steps between lines of `metrics.jsonl`, one of which may be a log line."""
+    log_seconds: float = least(0, 10.0)
+    """Least seconds between log lines of steps (0: a log line for each line of `metrics.jsonl`);
+    the first and the last step always have one."""
     log_level: str = "INFO"
-    """Level of the `distcache` logger."""
+    """Level of the `distcache` logger; with `DEBUG` a line of stage times follows each log line."""
     threads: Any = ruled("auto", counted=1)
     """Threads of a rank's torch operations; `auto`: OMP_NUM_THREADS if set (not by torchrun, to 1),
     else 1 with GPUs and the rank's share of the cores without."""

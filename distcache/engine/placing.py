@@ -16,7 +16,7 @@ from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
 from distcache.cost.demand import Demand, counted_sources, demand_at
 from distcache.cost.predict import Prediction, Settings, best_mixed, choose_placement
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, human_bytes
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate
 from distcache.planner.victims import AUTO, Policy
@@ -222,11 +222,11 @@ class CacheRequest:
         sizes = self.groups(world_size)
         count = sum(slots)
         rows = sum(of_group for of_group, _, _ in sizes)
-        device_bytes = describe_bytes(cache_bytes(slots, sizes, self.itemsize))
+        device_bytes = human_bytes(cache_bytes(slots, sizes, self.itemsize))
         if count >= rows:
             return f"all {rows:,} rows are cached: {device_bytes} on each rank"
         return (
-            f"{count:,} of {rows:,} rows are cached on each rank ({count / rows:.1%}, "
+            f"{count:,} of {rows:,} rows are cached on each rank ({100 * count / rows:.1f} %, "
             f"{device_bytes}); cache.rows, cache.ratio or cache.bytes gives another size"
         )
 

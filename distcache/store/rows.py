@@ -23,7 +23,13 @@ from distcache import ops
 from distcache.comm.link import together
 from distcache.comm.rendezvous import first_line
 from distcache.comm.world import World
-from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
+from distcache.errors import (
+    ConfigError,
+    DistcacheError,
+    MemoryTooSmallError,
+    PlanError,
+    human_bytes,
+)
 from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops.reference import as_numpy, check_rows, check_values, put_rows, take_rows
 from distcache.store.memory import describe_bytes, share_memory, tensor_in
@@ -447,11 +453,10 @@ class RowStore:
         if not world.local_rank:
             seconds = max(time.perf_counter() - began, 1e-9)
             log.info(
-                "initialised %d rows of %d tables, %s, by %d local ranks in %.2f s: %.2f GB/s",
-                self.part.rows,
+                "initialised %s rows of %d tables, %s, in %.2f s: %.2f GB/s",
+                f"{self.part.rows:,}",
                 len(self.layout.tables),
-                describe_bytes(self.nbytes),
-                world.local_size,
+                human_bytes(self.nbytes),
                 seconds,
                 self.nbytes / seconds / 1e9,
             )

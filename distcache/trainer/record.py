@@ -238,7 +238,7 @@ class StepTimes:
 
 
 # -----------------------------------------------------------------------------
-# One dense line per logged step on the screen, and the same values in `metrics.jsonl`.
+# Values of every logged step in `metrics.jsonl`, and from time to time a line on the screen.
 
 logger = logging.getLogger("distcache.trainer.trainer")
 
@@ -252,9 +252,11 @@ class Progress(AbstractContextManager):
         schedule: Schedule,
         log_every: int,
         begun: Callable[[], None] | None = None,
+        log_seconds: float = 0.0,
     ) -> None:
-        """`path`: `metrics.jsonl`, on rank 0; `log_every`: training steps between lines; `begun`:
-        called there after the first step.
+        """`path`: `metrics.jsonl`, on rank 0; `log_every`: training steps between its lines;
+        `begun`: called there after the first step; `log_seconds`: least time from one line on the
+        screen to the next. The lines of the first and the last step are always on the screen.
 
         What is in the file stays as far as it is of the steps that are done.
         """
@@ -264,9 +266,15 @@ class Progress(AbstractContextManager):
             cut_back(path, schedule.first_step)
             self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time
         self._steps, self._log_every, self._begun = schedule.steps, max(log_every, 1), begun
+        self._log_seconds = log_seconds
+        self._shown_at: float | None = None
+        """Time of the last line on the screen, in seconds of `time.monotonic`."""
+        self._unshown = ""
+        """Line of the last step; empty once it is on the screen."""
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
+            self._show_last()
             self._file.close()
 
     def step(
@@ -286,7 +294,14 @@ class Progress(AbstractContextManager):
         if self._begun is not None:
             self._begun()
             self._begun = None
-        if self._file is None or (done % self._log_every and done != self._steps):
+        if self._file is None:
+            return
+        loss = "no samples" if math.isnan(result.loss) else f"loss {result.loss:.6f}"
+        text = f"{self._step_text(done)}  {loss}"
+        if done % self._log_every and done != self._steps:
+            self._unshown = text
+            if self._shown_at is None:  # the first step, whose rates come with the next line
+                self._show_last()
             return
         interval_s, rate = times.lap()
         live = mode.progress()
@@ -294,30 +309,41 @@ class Progress(AbstractContextManager):
         values |= {"samples_per_second": rate, "step_ms": 1e3 * interval_s} | live
         if phase is not None:
             values |= {"phase": phase.kind, "phase_rate": phase.rate}
-        said = self._write(values)
-        loss = "no samples" if math.isnan(result.loss) else f"loss {result.loss:.6f}"
+        self._write(values)
         speed = f"{rate:,.0f} samples/s  {1e3 * interval_s:.2f} ms"
         more = ("" if phase is None else f"  {phase.kind}") + shares(live)
-        if self._steps is not None:
-            left = timedelta(seconds=round(interval_s * max(0, self._steps - done)))
+        if self._steps is not None and done < self._steps:
+            left = timedelta(seconds=round(interval_s * (self._steps - done)))
             more += f"  ETA {left}"
-        logger.info(f"{said}  {loss}  {speed}{more}")
-        if live.get("stage_ms"):
-            logger.info(stages(live["stage_ms"], live["stage_hidden_ms"]))
+        self._unshown = f"{text}  {speed}{more}"
+        waited_s = math.inf if self._shown_at is None else time.monotonic() - self._shown_at
+        if waited_s >= self._log_seconds or done == self._steps:
+            self._show_last()
+            if live.get("stage_ms"):
+                logger.debug(stages(live["stage_ms"], live["stage_hidden_ms"]))
 
-    def _write(self, values: dict[str, Any]) -> str:
-        """Add a line; of how many steps it is, for the screen."""
+    def _show_last(self) -> None:
+        """Log the line of the last step, unless it is on the screen."""
+        if self._unshown:
+            logger.info(self._unshown)
+            self._unshown = ""
+            self._shown_at = time.monotonic()
+
+    def _step_text(self, done: int) -> str:
+        return f"step {done:,}" if self._steps is None else f"step {done:,}/{self._steps:,}"
+
+    def _write(self, values: dict[str, Any]) -> None:
+        """Add a line to the file."""
         self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
-        done = f"step {values['step']:,}"
-        return done if self._steps is None else f"{done}/{self._steps:,}"
 
     def evaluation(self, done: int, result: EvalResult, phase: Phase | None = None) -> None:
         """Report an evaluation after `done` training steps; `phase`: with the rate after it."""
         if self._file is None:
             return
         rate = {} if phase is None else {"phase_rate": phase.rate}
-        said = self._write({"step": done} | result.values | rate)
-        logger.info(f"{said}  {result}")
+        self._show_last()  # the loss beside the evaluation of the same step
+        self._write({"step": done} | result.values | rate)
+        logger.info(f"{self._step_text(done)}  {result}")
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -344,14 +370,15 @@ def shares(live: dict[str, Any]) -> str:
     return "".join(show(live[key]) for key, show in shown.items() if live.get(key) is not None)
 
 
-def stages(took: dict[str, float], hidden: dict[str, float]) -> str:
-    """Milliseconds of each stage: those of the loop, then those beside it; none below 0.05 ms.
+def stages(took: dict[str, float | None], hidden: dict[str, float]) -> str:
+    """Milliseconds per step of each stage: those of the loop, then those beside it; none below
+    0.05 ms, and none that a mode does not have.
 
     Where at least a hundredth of a stage beside the loop was waited for, its hidden part follows.
     """
     loop, beside = [], []
     for name, ms in took.items():
-        if name == WAIT or ms < 0.05:
+        if name == WAIT or ms is None or ms < 0.05:
             continue
         if name not in hidden:
             loop.append(f"{name} {_short(ms)}")
@@ -359,7 +386,8 @@ def stages(took: dict[str, float], hidden: dict[str, float]) -> str:
             share = hidden[name] / ms
             note = "" if share > 0.99 else f" ({100 * share:.0f}%)"
             beside.append(f"{name} {_short(ms)}{note}")
-    return f"  ms: {' '.join(loop)} | hidden: {' '.join(beside)}"
+    parts = [" ".join(loop), f"hidden: {' '.join(beside)}" if beside else ""]
+    return f"ms/step: {' | '.join(filter(None, parts))}"
 
 
 def _short(ms: float) -> str:

@@ -55,6 +55,7 @@ from distcache.trainer.record import (
     StepTimes,
     announce_stop,
     plain,
+    stages,
 )
 from distcache.trainer.saving import Keeping, Saver
 from distcache.trainer.schedule import Phase, PhasedSchedule, Schedule, arrange, make_schedule
@@ -377,6 +378,8 @@ class Run:
                 end += f"{loop.done:,}, with a checkpoint in {saver.folder}"
                 logger.warning(end)
             measured = self.mode.summary()
+            if self.world.is_first and loop.done > start.step and measured.get("stage_ms"):
+                logger.info(stages(measured["stage_ms"], measured["stage_hidden_ms"]))
             self.save(loop, stopped_by)
             how = self.mode, self.tables, build.dtype_of(self.config), saver.world
             digest = state_digest(self.config.run.digest.lower(), *how)
@@ -457,7 +460,8 @@ class Run:
     def progress(self, schedule: Schedule) -> Progress:
         """The report to screen and `metrics.jsonl`, which only rank 0 writes."""
         path = self.run_dir / "metrics.jsonl" if self.world.is_first else None
-        return Progress(path, schedule, self.config.trainer.log_every, self.begun)
+        want = self.config.trainer
+        return Progress(path, schedule, want.log_every, self.begun, want.log_seconds)
 
     def save(self, loop: Loop, stopped_by: int | None) -> None:
         """Make the tables whole, and write a checkpoint where asked, stopped or not finite.

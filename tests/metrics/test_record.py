@@ -163,12 +163,19 @@ TOOK = BESIDE | {"forward_backward": 73.0, "sync": 14.4, "apply": 1.4, "wait": 0
 LIVE = {"hit_rate": 0.5003, "stage_ms": TOOK, "stage_hidden_ms": BESIDE, "stall_ms": 0.99}
 
 
-def logged(tmp_path, caplog, live: dict[str, Any], steps: int | None = 60) -> tuple[list, list]:
+def logged(
+    tmp_path,
+    caplog,
+    live: dict[str, Any],
+    steps: int | None = 60,
+    level: int = logging.INFO,
+    log_seconds: float = 0.0,
+) -> tuple[list, list]:
     """Log lines and lines of the file after 40 steps of 100 ms with a line every 20."""
-    caplog.set_level(logging.INFO, "distcache.trainer.trainer")
+    caplog.set_level(level, "distcache.trainer.trainer")
     times, mode = StepTimes(), SimpleNamespace(progress=lambda: live)
-    path = tmp_path / "metrics.jsonl"
-    with Progress(path, Schedule(0, steps, None, 0), 20) as report:
+    path, schedule = tmp_path / "metrics.jsonl", Schedule(0, steps, None, 0)
+    with Progress(path, schedule, 20, log_seconds=log_seconds) as report:
         for done in range(1, 41):
             times.add(0.1 if done > 20 else 0.2, 2048)
             report.step(done, 0, StepResult(0.568925, (), False), times, mode)
@@ -177,11 +184,11 @@ def logged(tmp_path, caplog, live: dict[str, Any], steps: int | None = 60) -> tu
 
 
 def test_stages_stall_and_hidden_share_are_in_every_line(tmp_path, caplog) -> None:
-    lines, values = logged(tmp_path, caplog, LIVE | {"hidden_share": 0.968})
-    assert lines[2:] == [
+    lines, values = logged(tmp_path, caplog, LIVE | {"hidden_share": 0.968}, level=logging.DEBUG)
+    assert lines[3:] == [
         "step 40/60  loss 0.568925  20,480 samples/s  100.00 ms  stall 0.99 ms  hidden 97 %  "
         "hit 50.03 %  ETA 0:00:02",
-        "  ms: forward_backward 73 sync 14 apply 1.4 | hidden: ingest 24 plan 9.6 "
+        "ms/step: forward_backward 73 sync 14 apply 1.4 | hidden: ingest 24 plan 9.6 "
         "write_back 0.7 gather 1.5 fill 5.7",
     ]
     assert all(CLOCK + len(line) <= 120 for line in lines)
@@ -194,7 +201,7 @@ def test_stages_stall_and_hidden_share_are_in_every_line(tmp_path, caplog) -> No
 
 def test_a_mode_without_stages_shows_none(tmp_path, caplog) -> None:
     lines, values = logged(tmp_path, caplog, {}, steps=None)
-    assert lines[1:] == ["step 40  loss 0.568925  20,480 samples/s  100.00 ms"]
+    assert lines[2:] == ["step 40  loss 0.568925  20,480 samples/s  100.00 ms"]
     assert not {"stage_ms", "stage_hidden_ms", "stall_ms"} & set(values[1])
 
 
@@ -202,8 +209,42 @@ def test_what_was_waited_for_says_so() -> None:
     hidden = {"ingest": 20.0, "plan": 9.6, "gather": 0.0}
     took = {"ingest": 40.0, "plan": 9.61, "gather": 1.0, "fill": 3.0, "apply": 1.0, "wait": 21.0}
     assert stages(took, hidden) == (
-        "  ms: fill 3.0 apply 1.0 | hidden: ingest 40 (50%) plan 9.6 gather 1.0 (0%)"
+        "ms/step: fill 3.0 apply 1.0 | hidden: ingest 40 (50%) plan 9.6 gather 1.0 (0%)"
     )
+    assert stages({"forward_backward": 20.0, "sync": None, "wait": 0.0}, {}) == (
+        "ms/step: forward_backward 20"
+    )
+
+
+@pytest.mark.parametrize("steps", [40, 60, None])
+def test_the_screen_has_the_first_and_the_last_step_alone_in_a_short_run(tmp_path, caplog, steps):
+    lines, values = logged(tmp_path, caplog, LIVE, steps, log_seconds=3600.0)
+    assert [line["step"] for line in values] == [20, 40]
+    of = "" if steps is None else f"/{steps}"
+    assert lines[0] == f"step 1{of}  loss 0.568925"
+    assert len(lines) == 2 and lines[1].startswith(f"step 40{of}  loss 0.568925  20,480 samples/s")
+
+
+def test_lines_of_steps_are_throttled_by_time_and_those_of_evaluations_are_not(
+    tmp_path, caplog, monkeypatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(record.time, "monotonic", lambda: now[0])
+    caplog.set_level(logging.INFO, "distcache.trainer.trainer")
+    times, mode = StepTimes(), SimpleNamespace(progress=dict)
+    path = tmp_path / "metrics.jsonl"
+    with Progress(path, Schedule(0, 100, 31, 1), 2, log_seconds=10.0) as report:
+        for done in range(1, 38):
+            now[0] += 1.0
+            times.add(1.0, 8)
+            report.step(done, 0, StepResult(0.5, (), False), times, mode)
+            if done == 31:
+                report.evaluation(done, EvalResult(0.5, 0.6, 0.9, 64))
+    shown = [entry.getMessage().split("/")[0] for entry in caplog.records]
+    # Step 11 is no multiple of 2; 31 is shown with its evaluation, 37 as the last one of the loop.
+    assert shown == [f"step {done}" for done in (1, 12, 22, 31, 31, 37)]
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in values if "loss" in line] == list(range(2, 37, 2))
 
 
 def test_a_stop_that_takes_longer_than_torchrun_waits_is_announced(tmp_path, caplog, monkeypatch):
