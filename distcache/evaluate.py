@@ -47,7 +47,7 @@ log = logging.getLogger("distcache.evaluate")
 class EvaluateConfig(Config):
     """The keys of a run, and those of its evaluation."""
 
-    resume: str = option("", "the run folder, or a checkpoint of it")
+    resume: str = option("", "the run folder, or a checkpoint of it", positional=True)
     predictions: str = option("", "Parquet file, a row for each held-out sample in their order")
     metrics: str = option("", "JSON file of the metrics")
 

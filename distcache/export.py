@@ -26,7 +26,9 @@ from distcache.store.table_files import Stored, read_ids, write_tables
 class ExportConfig:
     """The keys of `distcache.export`."""
 
-    resume: str = option("", "a run folder, whose newest checkpoint is read, or a checkpoint")
+    resume: str = option(
+        "", "a run folder, whose newest checkpoint is read, or a checkpoint", positional=True
+    )
     output: str = option("", "folder of the files, one for each table")
     format: str = option("safetensors", "safetensors, or parquet: columns id and vector")
     tables: list[str] = option([], "names of tables; none: all")

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -171,10 +171,11 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
     """Run Hydra over the arguments of `python -m distcache.<command>`, with `conf/<command>.yaml`
     over the tree `schema`; None where there is nothing to run (`--help`, `--cfg job`).
 
-    Own lists may be typed without brackets, own texts as they are. Raises ConfigError.
+    Own lists may be typed without brackets, own texts as they are, and arguments without `key=`
+    where `name_positional` knows their key. Raises ConfigError.
     """
     refuse_if(asks_for_sweep(arguments), "--multirun: only distcache.train has sweeps")
-    typed = [_as_hydra(text, schema) for text in arguments]
+    typed = [_as_hydra(text, schema) for text in name_positional(arguments, schema)]
     _check_line(typed, schema)
     OmegaConf.register_new_resolver("own_keys", lambda: keys.usage(schema), replace=True)
     configs: list[DictConfig] = []
@@ -221,6 +222,38 @@ def run_command(
     except DistcacheError as error:
         logger.error("%s", error)
         return 1
+
+
+def name_positional(arguments: Sequence[str], schema: type) -> list[str]:
+    """Return the arguments with `key=` before each that has none.
+
+    The name of an own key takes the argument after it as its value (`verify runs/x`). Any other
+    word is a value of the positional key of `schema`. Raises ConfigError where there is none, and
+    for several values of a key that is no list.
+    """
+    words = [
+        text
+        for text in get_args_parser().parse_args(list(arguments)).overrides
+        if "=" not in text and not text.startswith(("+", "~"))
+    ]
+    own_keys = keys.own_keys(schema)
+    positional = next((f.name for f in fields(schema) if f.metadata.get("positional")), None)
+    values: dict[str, list[str]] = {}
+    pending = iter(words)
+    for word in pending:
+        key = word if word in own_keys else positional
+        value = next(pending, None) if word in own_keys else word
+        if key is None or value is None:
+            hint = f"give a value, {word}=..." if key else "give key=value; --help shows the keys"
+            raise ConfigError(f"{word}: this is no key=value: {hint}")
+        values.setdefault(key, []).append(value)
+    for key, given in values.items():
+        several = len(given) > 1 and key not in keys.list_keys(schema)
+        refuse_if(several, f"{' '.join(given)}: give one {key}")
+    rest = list(arguments)
+    for word in words:
+        rest.remove(word)
+    return [*rest, *(f"{key}={','.join(given)}" for key, given in values.items())]
 
 
 def _as_hydra(text: str, schema: type) -> str:

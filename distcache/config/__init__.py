@@ -18,7 +18,10 @@ def ruled(default: Any, **metadata: Any) -> Any:
 
 
 def option(default: Any, help: str, **rule: Any) -> Any:
-    """A field of a command's own keys with a sentence for `--help`, and a rule as those below."""
+    """A field of a command's own keys with a sentence for `--help`, and a rule as those below.
+
+    `positional=True`: an argument without `key=` is a value of this key.
+    """
     return ruled(default, help=help, **rule)
 
 

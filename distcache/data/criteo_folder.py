@@ -68,7 +68,7 @@ class PreprocessSettings:
     one id a bag.
     """
 
-    input: list[str] = option([], "text files or globs, in order of time")
+    input: list[str] = option([], "text files or globs, in order of time", positional=True)
     output: str = option("", "folder of the result, and of unfinished work")
     mode: str = option(
         "vocabulary",
