@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 
 class DistcacheError(Exception):
@@ -55,6 +56,15 @@ class NonFiniteLossError(DistcacheError):
 
 class PlanError(DistcacheError):
     """A plan breaks a law, or a batch does not match its plan."""
+
+
+def unknown_value(key: str, value: object, choices: Iterable[str]) -> ConfigError:
+    """Return the error for a value that is none of `choices`, with the one that comes near it."""
+    names = list(choices)
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    listed = " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return ConfigError(f"{key}={value} is unknown: {hint}choose {listed}")
 
 
 def human_bytes(count: float, digits: int = 1) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, unknown_value
 from distcache.ops.formulas import FORMULAS, digits_of
 from distcache.ops.reference import Rule, update_parts
 
@@ -433,7 +433,7 @@ def row_update(name: str, lr: float = 0.0, **settings: Any) -> RowUpdate:
     """
     kind = ROW_UPDATES.get(name)
     if kind is None:
-        raise ConfigError(f"optim={name!r} is not {', '.join(ROW_UPDATES)}")
+        raise unknown_value("optim", name, ROW_UPDATES)
     own = {field.name for field in fields(kind)}
     return kind(lr, **{key: value for key, value in settings.items() if key in own})
 

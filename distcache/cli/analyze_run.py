@@ -52,7 +52,7 @@ DEFAULT_SIZES = (0.005, 0.015, 0.05)
 class Options:
     """Section `analyze`: what is counted, replayed and simulated."""
 
-    target_hit_rate: float = option(
+    target_hit_rate: Any = option(
         0.95, "share of the lookups that the cache shall serve", share="(0, 1)"
     )
     sample: Any = option(

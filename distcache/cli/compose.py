@@ -25,7 +25,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from distcache.cli.run import INTERRUPTED, run_job, set_up_logging, take_over_ctrl_c, train_command
 from distcache.comm.rendezvous import Place
 from distcache.config import keys
-from distcache.config.checks import as_words, check, refuse_if
+from distcache.config.checks import as_words, check, read_units, refuse_if
 from distcache.config.tree import Config
 from distcache.errors import ConfigError, DistcacheError
 
@@ -194,6 +194,7 @@ def read_line(command: str, schema: type[T], arguments: Sequence[str]) -> Line[T
         values = OmegaConf.to_object(configs[0])
     except OmegaConfBaseException as error:
         raise value_error(error) from error
+    read_units("", values)
     own, overrides = keys.own_keys(schema), get_args_parser().parse_args(typed).overrides
     theirs = [text for text in overrides if text.lstrip("+").partition("=")[0] not in own]
     given = {one.key_or_group for one in OverridesParser.create().parse_overrides(overrides)}

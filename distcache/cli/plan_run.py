@@ -100,15 +100,13 @@ class Options:
         0, "threads that plan on a rank; 0: 6, or measured, as auto", least=0
     )
     device: str = option("h100", f"what computes: {', '.join(DEVICES)}", choice=tuple(DEVICES))
-    device_memory: str = option("", "bytes of a device, such as 80g; empty: the device's")
+    device_memory: str = option("", "bytes of a device, such as 80GB; empty: the device's")
     measure: bool = option(False, "measure inside, host and compute on this machine")
     measure_ranks: int = option(2, "measure=true: local ranks that measure", least=1)
     cache_rows: int = option(
         0, "slots of a rank; 0: by cache_ratio, or without it as distcache.train chooses", least=0
     )
-    cache_ratio: float | None = option(
-        None, "slots of a rank as a share of all rows", share="(0, 1]"
-    )
+    cache_ratio: Any = option(None, "slots of a rank as a share of all rows", share="(0, 1]")
     state: str = option(
         "auto", "optimizer state of replicated rows: auto, replicated or home", choice=_STATES
     )
@@ -195,11 +193,11 @@ def parse_request(line: Line[Options]) -> Request:
     tables = [source.table for source in sources]
     memory = None if measured else int(DEVICES[options.device][0])
     if options.device_memory:
-        memory = byte_count("device_memory", options.device_memory, kilo=1000)
+        memory = byte_count("device_memory", options.device_memory)
         refuse_if(
             memory < _LEAST_MEMORY,
             f"device_memory={options.device_memory}: give bytes, at least {_LEAST_MEMORY:,.0f}, "
-            "such as 80g",
+            "such as 80GB",
         )
     if (rows := options.replicated_rows) is not None:
         known = isinstance(rows, dict) and all(type(k) is int and k >= 0 for k in rows.values())

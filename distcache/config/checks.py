@@ -22,7 +22,7 @@ from distcache.config.tree import (
     OptimConfig,
     TrainerConfig,
 )
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, unknown_value
 from distcache.planner.victims import Policy
 from distcache.versions import require_hybrid
 
@@ -51,7 +51,10 @@ _ENDS = {"(0": "above 0", "[0": "at least 0", "1)": "below 1", "1]": "at most 1"
 
 
 def as_words(config: Config) -> Config:
-    """`config` with the words that YAML and Python take for booleans, in place."""
+    """Return `config` with the words that YAML and Python take for booleans, and with numbers for
+    sizes with units, in place."""
+    for section in fields(config):
+        read_units(section.name, getattr(config, section.name))
     for section, key in ((config.run, "digest"), (config.trainer, "cuda_graph")):
         setattr(section, key, getattr(section, key).lower())  # a bool arrives as "True"
     if config.trainer.amp == "False":  # what YAML makes of an unquoted off
@@ -101,7 +104,7 @@ def _check_type(key: str, value: Any, kind: Any) -> None:
 def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"{key}={value} is unknown: choose {' or '.join(allowed)}")
+        raise unknown_value(key, value, allowed)
 
 
 def at_least(key: str, value: float | None, least: float) -> None:
@@ -132,7 +135,14 @@ def _within(key: str, value: Any, bounds: str) -> None:
         raise ConfigError(f"{key}={value} is a share: give a number {low} and {high}")
 
 
+def _at_least_bytes(key: str, value: Any, least: int) -> None:
+    """Raise ConfigError unless `value` is a whole number of at least `least`."""
+    remedy = f"give bytes of at least {least}, such as 4000000000, 512MiB or 2GB"
+    refuse_if(not _is_count(value, least), f"{key}={value} is out of range: {remedy}")
+
+
 _RULES = {
+    "size": _at_least_bytes,
     "choice": one_of,
     "least": at_least,
     "counted": auto_or_count,
@@ -151,13 +161,32 @@ def _of_another(key: str, value: Any, by: str, chosen: str, words: Sequence[str]
         )
 
 
-def byte_count(key: str, text: str, kilo: int = 1024) -> int:
-    """The bytes of `2g` or `512m`: k, m, g and t are powers of `kilo`. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d+))?([kmgt]?)(?:i?b)?", text.lower())
-    if found is None:
-        raise ConfigError(f"{key}={text}: give a number of bytes, such as 4000000000, 512m or 2g")
-    number = float(f"{found[1]}e{found[2] or 0}")
-    return int(number * kilo ** ("kmgt".index(found[3]) + 1 if found[3] else 0))
+def byte_count(key: str, text: str) -> int:
+    """Return the bytes of a size: kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB, or
+    k, m, g and t alone, of 1024. Raises ConfigError."""
+    match = re.fullmatch(
+        r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d+))?\s*(?:([kmgt])(i?b)?|b)?", text.strip().lower()
+    )
+    if match is None:
+        raise ConfigError(f"{key}={text}: give bytes, such as 4000000000, 512MiB or 2GB")
+    mantissa, exponent, prefix, suffix = match.groups()
+    unit = 1000 if suffix == "b" else 1024
+    power = "kmgt".index(prefix) + 1 if prefix else 0
+    return int(float(f"{mantissa}e{exponent or 0}") * unit**power)
+
+
+def read_units(name: str, section: Any) -> None:
+    """Replace the texts of sizes (`1GB`) and shares (`15%`) of a section, or of a command's own
+    keys, by numbers, in place. Raises ConfigError for a size that cannot be read."""
+    for f in fields(section):
+        key = f"{name}.{f.name}".lstrip(".")
+        value = getattr(section, f.name)
+        if isinstance(value, str) and "size" in f.metadata:
+            setattr(section, f.name, byte_count(key, value))
+        elif isinstance(value, str) and "share" in f.metadata:
+            match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", value.strip())
+            if match is not None:
+                setattr(section, f.name, float(match[1]) / 100)
 
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}

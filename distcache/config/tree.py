@@ -53,7 +53,7 @@ class DataConfig:
     hot_rows: Any = only_of("auto", "hot_cold", by="batching")
     """`hot_cold`: rows that stay cached, over all tables: a number, a share of all rows in
     (0, 1), or `auto`: as many of the most frequent as the slots hold beside a few cold batches."""
-    phase_rate: float = only_of(0.5, "hot_cold", by="batching", share="(0, 1]")
+    phase_rate: Any = only_of(0.5, "hot_cold", by="batching", share="(0, 1]")
     """`hot_cold`: the share of an epoch's hot batches, then of its cold ones, that makes a phase at
     first, in (0, 1]; the held-out loss halves or doubles it."""
     on_bad_id: str = choice("error", "hash")
@@ -75,7 +75,7 @@ class DataConfig:
     """Criteo, Parquet: training samples in an order of (seed, epoch); false: in their own."""
     shuffle_block: int = only_of(4096, "criteo", least=1)
     """Criteo: consecutive samples that stay together when shuffled; 256 such blocks are mixed."""
-    held_out: float | None = only_of(None, "parquet", "interactions", share="[0, 1)")
+    held_out: Any = only_of(None, "parquet", "interactions", share="[0, 1)")
     """Parquet, interactions by time: share of the samples, the last ones, for evaluation; null: a
     seventh."""
     label_column: str | None = only_of(None, "parquet")
@@ -124,10 +124,10 @@ class CacheConfig:
     """Slots per rank (C). At most one of rows, ratio, bytes; none means, for each width of
     table, 1.5 % of its rows, as many of them as take 32 MiB where that is more, or 1.2 times those
     that P + 2 steps are expected to name where that is known."""
-    ratio: float | None = ruled(None, share="(0, 1]")
-    """Slots per rank as a share of each group's rows, in (0, 1]."""
-    bytes: int | None = least(1, None)
-    """Device bytes per rank for rows and their optimizer state."""
+    ratio: Any = ruled(None, share="(0, 1]")
+    """Slots per rank as a share of each group's rows, in (0, 1] or such as 15%."""
+    bytes: Any = ruled(None, size=1)
+    """Device bytes per rank for rows and their optimizer state, such as 2GB or 512MiB."""
     lookahead: Any = ruled("auto", counted=0)
     """L: steps known beyond the step being decided; `auto`: the largest of 8, 16, 32 and 64 whose
     ids (8 bytes each, of L + P + 1 steps of a rank) take at most 64 MiB, or what memory holds."""
@@ -157,7 +157,7 @@ class CacheConfig:
     alone), `mixed` (the most frequent replicated, the others sharded), or `auto`, by prediction."""
     replicated_rows: Any = only_of(None, "mixed", by="placement")
     """`mixed`: {table: K}, each table's K most frequent rows are replicated, none of the others."""
-    replicated_share: float | None = only_of(None, "mixed", by="placement", share="(0, 1)")
+    replicated_share: Any = only_of(None, "mixed", by="placement", share="(0, 1)")
     """`mixed`: the share of all rows, in (0, 1), most frequent first, that is replicated."""
     objective: str = choice("time", "bytes")
     """`auto`: what the placement makes smallest: step `time`, or `bytes` that ranks exchange."""
@@ -221,7 +221,7 @@ class OptimConfig:
     decoupled_weight_decay: bool | None = only_of(None, *OPTIMIZERS[:-1])
     """Weights decay beside the gradient, by rate x `weight_decay`, instead of within it (L2); null:
     for `adamw`."""
-    momentum: float = only_of(0.9, "momentum_sgd", share="[0, 1)")
+    momentum: Any = only_of(0.9, "momentum_sgd", share="[0, 1)")
     """What is kept of a momentum in a step."""
     l1: float = only_of(0.0, "ftrl", least=0)
     """Sums of gradients (`linear`) below it give weights of 0."""

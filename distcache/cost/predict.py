@@ -39,7 +39,7 @@ from distcache.cost.traffic import (
     sharded_exchanges,
     split,
 )
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, unknown_value
 from distcache.layout import split_slots
 from distcache.planner.threads import LEAST_S
 
@@ -327,7 +327,7 @@ def predict(
     if placement == RESIDENT:
         settings = replace(settings, slots=tuple(group.rows for group in demand.groups))
     elif placement not in CACHED:
-        raise ConfigError(f"placement {placement} is unknown: choose {', '.join(CACHED + HYBRID)}")
+        raise unknown_value("placement", placement, CACHED + HYBRID)
     rows: Mapping[str, int] = {}
     if placement in (REPLICATED, RESIDENT):
         rows = {table.name: table.rows for table in demand.tables}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distcache.comm.world import World
 from distcache.config import choice, least
-from distcache.config.checks import check_cache
+from distcache.config.checks import check_cache, read_units
 from distcache.config.tree import CacheConfig
 from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
@@ -56,6 +56,8 @@ class CacheSettings(CacheConfig):
     reset_evicted: bool = False
 
     def __post_init__(self) -> None:
+        with library_words():
+            read_units("cache", self)
         for own in fields(self):
             value, bound = getattr(self, own.name), own.metadata.get("least")
             whole = type(value) is int and value >= (bound or 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distcache.errors import ConfigError
+from distcache.errors import ConfigError, unknown_value
 from distcache.planner.loops import PINNED
 
 # -----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class Policy:
         chosen = (("policy", self.name, POLICIES), ("tail", self.tail, TAILS))
         for key, value, known in (*chosen, ("resident", self.resident, RESIDENT)):
             if value not in known:
-                raise ConfigError(f"cache.{key}={value} is unknown: choose {' or '.join(known)}")
+                raise unknown_value(f"cache.{key}", value, known)
         life = self.half_life
         number = isinstance(life, int | float) and not isinstance(life, bool)
         if life is not None and not (number and 1 <= life <= LONGEST):

@@ -49,7 +49,7 @@ REFUSED = {
     "optim=adam optim.eps=0": ("optim.eps=0", "1e-8"),
     "optim=adagrad optim.eps=0": ("optim.eps=0", "1e-8"),
     "optim=counted_adam optim.eps=0": ("optim.eps=0", "counted_adam"),
-    "optim=momentum_sgd optim.momentum=1": ("optim.momentum=1.0", "below 1"),
+    "optim=momentum_sgd optim.momentum=1": ("optim.momentum=1 ", "below 1"),
     "optim=ftrl optim.lr_power=0": ("optim.lr_power=0.0", "below 0"),
     "optim=ftrl optim.weight_decay=0.1": ("optim.weight_decay=0.1 is a key of", "optim=ftrl"),
     "optim=adam optim.l1=0.1": ("optim.l1=0.1 is a key of optim=ftrl", "optim=adam"),
@@ -166,6 +166,8 @@ def sides(rule) -> tuple[list, list]:
         low, high = rule["share"][0] == "(", rule["share"][-1] == ")"
         ends = [0] * low + [1] * high, [0] * (not low) + [1] * (not high)
         return [-0.1, 1.1, math.nan, "many", True, *ends[0]], [0.5, *ends[1]]
+    if "size" in rule:
+        return [rule["size"] - 1, "many", True, 1.5], [rule["size"], 1 << 40]
     if "least" in rule:
         return [rule["least"] - 1, math.nan, math.inf], [rule["least"], rule["least"] + 1]
     return [], ["neither this nor the default"]

@@ -310,7 +310,7 @@ def test_wrong_arguments_are_named(kind) -> None:
     few, found = replace(counted(), tables=counted().tables[:2]), "fingerprint [0-9a-f]{16}"
     for settings, message in (
         ({"rows": 10, "ratio": 0.5}, "at most one of rows, ratio, bytes"),
-        ({"policy": "belady"}, "^policy=belady is unknown: choose lookahead or lfu"),
+        ({"policy": "belady"}, "^policy=belady is unknown: choose lookahead, lfu"),
         ({"store_access": "direct"}, "store_access=direct is unknown: choose staged or zero_copy"),
         ({"dtype": torch.float16}, "dtype=torch.float16"),
         ({"window": 3}, "window=3: no such setting: there are rows, ratio, bytes, lookahead"),
