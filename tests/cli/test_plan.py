@@ -173,7 +173,7 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} batch=0", "batch=0 is out of range"),
         (f"{TABLE} planner_threads=-1", "planner_threads=-1 is out of range"),
         (f"{TABLE} access=away", "access=away is unknown: choose staged or zero_copy"),
-        (f"{TABLE} cache_ratio=2", "cache_ratio=2.0 is a share: give a number above 0 and"),
+        (f"{TABLE} cache_ratio=2", "cache_ratio=2 is a share: give a number above 0 and"),
         (f"{TABLE} state=away", "state=away is unknown: choose auto, replicated or home"),
         (f"{TABLE} cache_rows=4 cache_ratio=0.1", "cache_rows=4 and cache_ratio=0.1 contradict"),
     ],
