@@ -367,13 +367,15 @@ def joined_rows(weight: Tensor, state: Tensor | None = None) -> Tensor:
 def parted_rows(joined: Tensor, kind: RowKind) -> Rows:
     """Rows, and what state follows them, of `joined_rows` that came from other ranks."""
     width = kind.dim * kind.stored.itemsize // joined.itemsize
-    weight, state = joined[:, :width], joined[:, width:]
+    weight = joined[:, :width]
+    state = joined[:, width:] if joined.shape[1] > width else None
     if joined.dtype == torch.uint8:
         # Not `contiguous`: a single row is that already, and its state may begin at an address at
         # which no element of `dtype` can lie.
         weight = weight.clone(memory_format=torch.contiguous_format).view(kind.stored)
-        state = state.clone(memory_format=torch.contiguous_format).view(kind.dtype)
-    return weight, state if state.shape[1] else None
+        if state is not None:
+            state = state.clone(memory_format=torch.contiguous_format).view(kind.dtype)
+    return weight, state
 
 
 def marked_ids(layout: RowLayout, home: int, bits: np.ndarray) -> list[np.ndarray]:
