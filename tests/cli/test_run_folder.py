@@ -214,3 +214,15 @@ def test_an_intact_checkpoint_beside_a_damaged_one_is_named(
     named = [word.replace("resume=run", f"resume={intact}") for word in words]
     done = train(named, tmp_path, program=program)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(3600, [1, 6]), (0, [1, 2, 3, 4, 5, 6])])
+def test_the_screen_shows_steps_by_time_and_stage_times_once(tmp_path, seconds, shown) -> None:
+    words = ("trainer.log_every=1", f"trainer.log_seconds={seconds}", "run.dir=run")
+    done = train([*SMALL, *words], tmp_path, program=TRAIN)
+    assert done.returncode == 0, done.stderr
+    assert [int(step) for step in re.findall(r"step (\d+)/6  loss ", done.stdout)] == shown
+    assert done.stdout.count("ms/step: forward_backward ") == 1
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all("stage_ms" in json.loads(line) for line in lines)
