@@ -142,9 +142,12 @@ def composing_error(error: Exception, arguments: Sequence[str]) -> ConfigError:
         return value_error(error)
     if isinstance(error, HydraException):
         return hydra_error(error)
-    # Hydra did not expect it, so the text may name no override.
-    text = " ".join(arguments)
-    return ConfigError(f"{text}: Hydra takes no such overrides ({type(error).__name__}: {error})")
+    # Hydra did not expect it, so the text may name no override. Plain ones are checked before.
+    given = get_args_parser().parse_args(list(arguments)).overrides
+    doubtful = [text for text in given if not is_plain(_parsed(text))] or given
+    reason = str(error).partition(" : Override(")[0]
+    cause = ": ".join(filter(None, [type(error).__name__, reason]))
+    return ConfigError(f"{' '.join(doubtful)}: Hydra does not take this ({cause})")
 
 
 def hydra_error(error: HydraException) -> ConfigError:
@@ -379,16 +382,9 @@ def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
     own_groups = bool(_config_flags(arguments))
     own_groups |= any(text.startswith("hydra.searchpath=") for text in line.overrides)
     for text in line.overrides:
-        try:
-            (given,) = OverridesParser.create().parse_overrides([text])
-        except HydraException as error:
-            raise ConfigError(
-                f"{text}: this is no key=value that can be read: quote a text that holds blanks, "
-                "commas, brackets or equals signs for the shell and for Hydra, 'key=\"text\"'"
-            ) from error
+        given = _parsed(text)
         key = given.key_or_group
-        hydras = "/" in key or key.partition(".")[0] == "hydra"
-        if given.type != OverrideType.CHANGE or given.package or hydras:
+        if not is_plain(given):
             continue
         if not (
             keys.is_known(key, schema) or groups_of(key, schema) or (own_groups and "." not in key)
@@ -396,6 +392,25 @@ def _check_line(arguments: Sequence[str], schema: type = Config) -> None:
             raise keys.no_such_key([key], schema)
         if not given.is_sweep_override():
             _check_given(given, own_groups, schema)
+
+
+def _parsed(text: str) -> Override:
+    """Return the override `text` as Hydra reads it. Raises ConfigError where it cannot."""
+    try:
+        (given,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        raise ConfigError(
+            f"{text}: this is no key=value that can be read: quote a text that holds blanks, "
+            "commas, brackets or equals signs for the shell and for Hydra, 'key=\"text\"'"
+        ) from error
+    return given
+
+
+def is_plain(given: Override) -> bool:
+    """Return True for `key=value` of the tree; False for what is added or removed, and Hydra's."""
+    key = given.key_or_group
+    is_of_hydra = "/" in key or key.partition(".")[0] == "hydra"
+    return given.type == OverrideType.CHANGE and not given.package and not is_of_hydra
 
 
 def _check_given(given: Override, own_groups: bool, schema: type) -> None:

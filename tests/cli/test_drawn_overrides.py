@@ -110,11 +110,14 @@ def test_no_override_ends_in_a_traceback(words: list[str]) -> None:
         ("model.cross_rank=${x}", ["model.cross_rank", "'x' not found"]),
         ("model.dense_arch=[[1]]", ["model.dense_arch=[[1]]: give a list of whole numbers"]),
         ("model=[null]", ["model=None: no such model: there is dcn_v2, dlrm"]),
-        ("hydra.verbose={a:1}", ["hydra.verbose={a:1}: Hydra takes no such overrides (Asser"]),
+        ("hydra.verbose={a:1}", ["error: hydra.verbose={a:1}: Hydra does not take this (Asser"]),
+        ("+=1", ["error: +=1: Hydra does not take this (ValueError: Config group override must"]),
+        ("~model=1", ["error: ~model=1: Hydra does not take this (", "must be a string)\n"]),
+        ("trainer.seed=9223372036854775808", ["trainer.seed=9223372036854775808 is out of range"]),
     ],
 )
 def test_the_error_names_the_key(override: str, words: list[str]) -> None:
-    code, printed = end_of([override])
+    code, printed = end_of(["trainer.steps=1", override])
     assert code == 1
     for text in words:
         assert text in printed
