@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class DistcacheError(Exception):
@@ -65,6 +69,17 @@ def unknown_value(key: str, value: object, choices: Iterable[str]) -> ConfigErro
     hint = f"did you mean {close[0]}? " if close else ""
     listed = " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     return ConfigError(f"{key}={value} is unknown: {hint}choose {listed}")
+
+
+def on_all_ranks(error: E) -> E:
+    """Mark `error` as one that every rank raises at the same point, and return it.
+
+    Such an error is not reported to the other ranks: none of them waits, and all of them may go on
+    after it.
+    """
+    with suppress(AttributeError):  # a class with __slots__; a report too many is harmless
+        error.is_on_all_ranks = True  # type: ignore[attr-defined]
+    return error
 
 
 def human_bytes(count: float, digits: int = 1) -> str:

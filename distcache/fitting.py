@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from distcache.comm.link import agree_on, agree_on_versions, on_first, together
+from distcache.comm.rendezvous import ErrorReports
 from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own, refuse_if
 from distcache.config.keys import flat_settings
@@ -473,6 +474,8 @@ def fit(
             stack.push(lambda kind, *_: _leave(own_world, orderly=kind is None))
         stack.callback(eval_draws.give_back)
         stack.callback(train.close)
+        # Entered last, left first: what comes after may wait for threads, other ranks for this.
+        stack.enter_context(ErrorReports(own_world.store, own_world.rank))
         agree_on_versions(own_world, parallel == "hybrid")
         agree_on(own_world, _compared(config, specs, model))
         steps = config.trainer.eval_steps

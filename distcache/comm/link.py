@@ -27,7 +27,7 @@ from distcache.comm.rendezvous import (
     require_equal,
 )
 from distcache.comm.world import Nodes, World
-from distcache.errors import DistcacheError, PeerError
+from distcache.errors import DistcacheError, PeerError, on_all_ranks
 from distcache.streams import DeviceEvent
 from distcache.versions import DISTRIBUTIONS, FBGEMM_DISTRIBUTIONS, SOURCE, versions_here
 
@@ -493,11 +493,11 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
             failure = type(error), str(error)
     outcomes = host_link(world).gather_objects((value, failure), _name_of(work))
     if caught is not None:
-        raise caught
+        raise on_all_ranks(caught)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind, message = failure
-            raise _told(kind, rank, message)
+            raise on_all_ranks(_told(kind, rank, message))
     return [pickle.loads(value) for value, _ in outcomes]
 
 

@@ -11,17 +11,19 @@ import socket
 import threading
 import time
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from distcache import launched
-from distcache.errors import ConfigError, DistcacheError, PeerError
+from distcache.errors import ConfigError, DistcacheError, PeerError, on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,70 @@ class Failure:
         return told + self.text
 
 
-def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
-    """Record that `rank` failed with `error`; records keep the order in which they were made."""
+def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> str | None:
+    """Record that `rank` failed with `error`; records keep the order in which they were made.
+
+    Return the key of the record; None without a store, or where it has gone.
+    """
     if store is None:
-        return
+        return None
     with suppress(RuntimeError, dist.DistError):  # it died with its server: nobody is left to tell
         record = json.dumps(asdict(Failure.of(rank, error)))
-        store.set(f"failure/{store.add('failure/count', 1)}", record)
+        key = f"failure/{store.add('failure/count', 1)}"
+        store.set(key, record)
+        return key
+    return None
+
+
+class ErrorReports:
+    """Context manager that reports the errors of this rank to the ranks that wait for it.
+
+    Every call that all ranks make together runs inside `with reports:`. An exception of any type
+    that leaves it on this rank is recorded in the job's store, where the other ranks look while
+    they wait, so that they raise PeerError within seconds. An error that all ranks raise at the
+    same point (`errors.on_all_ranks`) is not recorded. distcache's own errors get a title.
+    """
+
+    _alive: ClassVar[weakref.WeakSet[ErrorReports]] = weakref.WeakSet()
+    """Those of all collections and runs of this process, each of which has a store of its own."""
+
+    def __init__(self, store: dist.Store | None, rank: int, title: str = "") -> None:
+        """`store`: of the ranks that wait; None for one rank alone. `title`: the module whose
+        calls these are, with which its errors begin."""
+        self._store = store
+        self._title = title
+        self._rank = rank
+        self._keys: list[str] = []
+        ErrorReports._alive.add(self)
+
+    def __enter__(self) -> ErrorReports:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, DistcacheError) and self._title:
+            error.name_module(self._title)
+        if isinstance(error, Exception) and not getattr(error, "is_on_all_ranks", False):
+            self.add(error)
+
+    @classmethod
+    def add(cls, error: BaseException) -> None:
+        """Report `error` to all ranks that may wait for this process, in whichever collection."""
+        for reports in list(cls._alive):
+            key = record_failure(reports._store, reports._rank, error)
+            if key is not None:
+                reports._keys.append(key)
+
+    def withdraw(self) -> None:
+        """Remove this rank's reports, once it has finished a step together with all others.
+
+        The caller of a failed call has caught the error and gone on, and so have the other ranks:
+        a later wait that takes long must not end with an error of the past.
+        """
+        while self._keys:
+            key = self._keys.pop()
+            with suppress(RuntimeError, dist.DistError):
+                # Deleted between another rank's `check` and `get`, it would block that rank.
+                self._store.set(key, "")
 
 
 def recorded_failures(store: dist.Store | None) -> list[Failure] | None:
@@ -63,16 +122,28 @@ def recorded_failures(store: dist.Store | None) -> list[Failure] | None:
     try:
         count = store.add("failure/count", 0)
         keys = [f"failure/{number}" for number in range(1, count + 1)]
-        found = [Failure(**json.loads(store.get(key))) for key in keys if store.check([key])]
+        records = [store.get(key) for key in keys if store.check([key])]
+        found = [Failure(**json.loads(record)) for record in records if record]
     except (RuntimeError, dist.DistError):
         return None
     return sorted(found, key=lambda failure: failure.secondary)
 
 
 def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
-    """The first failure of another rank than `rank`, a cause before its consequences; or None."""
-    found = recorded_failures(store) or ()
-    return next((failure for failure in found if failure.rank != rank), None)
+    """Return the first failure of another rank than `rank`, a cause before its consequences.
+
+    Ranks that are refused the same call report it each, and nobody waits. Callers may go on after
+    that, so as many causes of every other rank are skipped as `rank` has reported itself.
+    """
+    found = recorded_failures(store) or []
+    own_causes = sum(failure.rank == rank and not failure.secondary for failure in found)
+    causes: Counter[int] = Counter()
+    for failure in found:
+        causes[failure.rank] += not failure.secondary
+        is_cause_of_all = not failure.secondary and causes[failure.rank] <= own_causes
+        if failure.rank != rank and not is_cause_of_all:
+            return failure
+    return None
 
 
 def cause_of(
@@ -482,7 +553,8 @@ def require_equal(
     lines = differences(by_rank)
     if lines:
         more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
-        raise ConfigError(f"{what} differ: {'; '.join(lines[:_SHOWN])}{more}; {way_out}")
+        differ = f"{what} differ: {'; '.join(lines[:_SHOWN])}{more}; {way_out}"
+        raise on_all_ranks(ConfigError(differ))
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

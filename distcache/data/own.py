@@ -22,6 +22,7 @@ from distcache.data.batch import (
     is_one_each,
     one_each,
 )
+from distcache.data.jagged import read_lengths
 from distcache.errors import ConfigError, DataError
 from distcache.stopping import stop_explains, stop_requested
 
@@ -530,7 +531,16 @@ def as_ids(ids: Any, features: tuple[str, ...], where: str) -> JaggedIds:
     elif hasattr(ids, "keys") and hasattr(ids, "lengths"):
         weights = ids.weights_or_none()
         weights = None if weights is None else weights.detach().cpu()
-        values, lengths = ids.values().detach().cpu(), ids.lengths().detach().cpu().long()
+        values = ids.values().detach().cpu()
+        try:
+            lengths, samples = read_lengths(ids)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        if len({*samples}) > 1:
+            raise DataError(
+                f"{where}: the keys {list(ids.keys())} have {samples} samples: give each key those "
+                "of the batch"
+            )
         found = JaggedIds.of_lengths(tuple(ids.keys()), values, lengths, weights)
     elif isinstance(ids, tuple | list) and len(ids) in (2, 3):
         tensors = [torch.as_tensor(part).detach().cpu() for part in ids]
@@ -562,11 +572,13 @@ def _looked_up(ids: JaggedIds, lookups: Mapping[str, str], where: str) -> Jagged
 
 
 def _numbers(values: Any, what: str) -> Tensor:
-    """A float tensor on the CPU."""
+    """Return `values` as a float tensor on the CPU; DataError for what are no real numbers."""
     try:
         tensor = torch.as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} is a {_name(values)}, no tensor ({error})") from error
+    if tensor.is_complex():
+        raise DataError(f"{what} is of {tensor.dtype}: give real numbers, such as its .real")
     return tensor if tensor.dtype.is_floating_point else tensor.float()
 
 

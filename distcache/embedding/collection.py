@@ -36,7 +36,7 @@ from distcache.embedding.settings import (
 from distcache.embedding.step import CollectionTables
 from distcache.embedding.weights import TableViews
 from distcache.engine.tracing import tracing
-from distcache.errors import ConfigError, DataError, DistcacheError, PlanError
+from distcache.errors import ConfigError, DataError, PlanError
 from distcache.optim import by_table
 from distcache.store.table_files import Stored, find_weights, read_safetensors, write_tables
 
@@ -160,14 +160,10 @@ class CachedCollection(nn.Module):
     def _open(self, features: KeyedJaggedTensor) -> tuple[OpenStep, int]:
         """The step, with its rows on the device, and the micro-batch that `features` is."""
         tables = self.tables
-        try:
-            if not isinstance(features, self._takes):
-                raise DataError(f"{type(features).__name__} is no {self._takes.__name__}")
-            tables.look_at_weights()
-            return self._locate(tables, features)
-        except DistcacheError as error:
-            tables.failed(error)
-            raise
+        if not isinstance(features, self._takes):
+            raise DataError(f"{type(features).__name__} is no {self._takes.__name__}")
+        tables.look_at_weights()
+        return self._locate(tables, features)
 
     def _pool(self, features: Any, weighted: bool) -> Tensor:
         """Return the bags of `features`, `[b, sum of widths]`.
@@ -175,8 +171,7 @@ class CachedCollection(nn.Module):
         `weighted`: multiply rows by the weights that come with the ids.
         """
         reads_alone = self._only_reads
-        lock = self._member.enter_forward(self._trains and not reads_alone)
-        try:
+        with self._member.forward(self._trains and not reads_alone):
             step, micro = self._open(features)
             weights = None
             if weighted:
@@ -184,8 +179,6 @@ class CachedCollection(nn.Module):
             # Opening a step may take the optimizer of `apply_optimizer_in_backward`.
             reads_alone = reads_alone and self._only_reads
             pooled = step.pooled(micro, weights, reads_alone=reads_alone)
-        finally:
-            lock.release()
         self._refuse_gradients([pooled])
         return pooled
 
@@ -238,8 +231,9 @@ class CachedCollection(nn.Module):
         embeddings, so that backward did not come here, calls this instead. Raises PlanError
         before the last micro-batch.
         """
-        with library_words(self._recipe):
-            step = self.tables.earlier.joined()
+        tables = self.tables
+        with tables.reports:
+            step = tables.earlier.joined()
             if step is not None:
                 step.ready(without_backward=True)
 

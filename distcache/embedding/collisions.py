@@ -38,7 +38,7 @@ from distcache.comm.link import Link, host_link
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import ReadIds, fill
 from distcache.embedding.open_step import OpenStep
-from distcache.errors import ConfigError, DataError, DistcacheError, PeerError, PlanError
+from distcache.errors import ConfigError, DataError, PeerError, PlanError
 
 if TYPE_CHECKING:
     from distcache.embedding.stream import Epoch
@@ -352,7 +352,7 @@ class Collisions:
                 raise ConfigError("a copy of collision modules only evaluates: call eval() on it")
             return None
         tables = own.tables
-        try:
+        with tables.reports:
             if not isinstance(features, KeyedJaggedTensor):
                 raise ConfigError(
                     f"the collision modules of the {type(own).__name__} got a "
@@ -360,9 +360,6 @@ class Collisions:
                     "ManagedCollisionCollection a leaf"
                 )
             coming = self._coming = self._begin(own, features)
-        except DistcacheError as error:
-            tables.failed(error)
-            raise
         if coming.whole is None or tables.world.size == 1:
             return (coming.ordered, *args[1:]), kwargs
         return (self.to_modules(coming.whole), *args[1:]), kwargs

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distcache.data.batch import Batch, JaggedIds
+from distcache.data.jagged import read_lengths
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, lookup_names, whole_number
 
@@ -320,10 +321,8 @@ class IdReader:
         given = lengths if lengths is not None else offsets
         tensors = [tensor for tensor in (values, given) if tensor is not None]
         versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
-        if lengths is None:
-            lengths = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets.diff()
-        counts = lengths.detach().cpu().to(torch.int64).reshape(-1)
-        strides, places = _strides(features, keys, counts), self._places(keys)
+        counts, strides = read_lengths(features)
+        places = self._places(keys)
         ids, inverse = values.detach().cpu(), features.inverse_indices_or_none()
         inverse = inverse if self._pooled else None
         own, taken = [strides[place] for place in places], None
@@ -372,20 +371,6 @@ class IdReader:
                     f"KeyedJaggedTensor: {keys}"
                 )
         return [at[feature] for feature in self.lookups.features]
-
-
-def _strides(features: KeyedJaggedTensor, keys: list[str], counts: Tensor) -> list[int]:
-    """Samples of each key."""
-    if features.variable_stride_per_key():
-        strides = list(features.stride_per_key())
-    else:
-        strides = [len(counts) // len(keys)] * len(keys) if keys else []
-    if sum(strides) != len(counts):
-        raise DataError(
-            f"a KeyedJaggedTensor with {len(keys)} keys and {len(counts)} lengths: every key must "
-            "have the same number of samples, or stride_per_key_per_rank must say how many"
-        )
-    return strides
 
 
 def _chosen(

@@ -401,12 +401,9 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             return sequences_as_exported(self.reader.lookups, features, self._need_indices)
         if self.device.type == "meta":
             return sequences_on_meta(self.reader.lookups, features, self._need_indices)
-        lock = self._member.enter_forward(self._trains and not self._only_reads)
-        try:
+        with self._member.forward(self._trains and not self._only_reads):
             step, micro = self._open(features)
             rows = step.rows(micro, reads_alone=self._only_reads)
-        finally:
-            lock.release()
         ids, device = step.reads[micro].ids, self._recipe.device
         self._refuse_gradients(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names

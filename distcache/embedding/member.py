@@ -13,7 +13,8 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -164,28 +165,41 @@ class Membership:
         finally:
             self._initial = None
 
-    def enter_forward(self, trains: bool) -> threading.RLock:
-        """Return the lock of forward passes, which the caller holds and releases at their end.
+    @contextmanager
+    def forward(self, trains: bool) -> Iterator[None]:
+        """Context manager around a forward pass: one thread at a time, errors are reported.
 
-        Evaluation on one rank waits for the others. Raises PlanError if the forward `trains` while
-        another thread is inside or has a step open, and on several ranks if two threads are inside,
-        because ranks must plan the same batches in the same order.
+        Evaluation in one process waits for another thread's. Raises PlanError if the forward
+        `trains` while another thread is inside or has a step open, and on several ranks if two
+        threads are inside, because ranks must plan the same batches in the same order. Such a
+        refusal leaves the other thread's forward as it is, so it is not reported.
         """
         lock = self._forward_lock
         if not lock.acquire(blocking=False):
             if trains or (self.made is not None and self.made.world.size > 1):
                 raise self._several_threads("is in a forward pass of it")
             lock.acquire()
-        # A recomputation inside backward may run in a thread of autograd's.
-        if trains and torch._C._current_graph_task_id() == -1:
-            thread = threading.get_ident()
-            if thread != self._training_thread:
-                try:
+        try:
+            # A recomputation inside backward may run in a thread of autograd's.
+            if trains and torch._C._current_graph_task_id() == -1:
+                thread = threading.get_ident()
+                if thread != self._training_thread:
                     self._claim_training(thread)
-                except PlanError:
-                    lock.release()
-                    raise
-        return lock
+            with self.report_errors():
+                yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def report_errors(self) -> Iterator[None]:
+        """Context manager: an exception inside is reported to the other ranks, once the tables
+        are made; see `ErrorReports`."""
+        try:
+            yield
+        except Exception as error:
+            if self.made is not None:
+                self.made.reports.__exit__(type(error), error, None)
+            raise
 
     def _claim_training(self, thread: int) -> None:
         """Note that `thread` trains; PlanError if another one has a recorded step open."""

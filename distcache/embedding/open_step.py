@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distcache.embedding.ids import ReadIds
-from distcache.embedding.settings import library_words
 from distcache.engine.gradients import DeviceBags
 from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Flight, Span, Stage
 from distcache.engine.step_rows import StepRows
@@ -116,17 +115,14 @@ class OpenStep:
         self._params = self.view.params
         self._rows = self._params[: len(self.view.parts)]
         own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
-        title = self._tables.recipe.title
+        reports = self._tables.reports
 
         def after_accumulate(leaf: Tensor) -> None:
-            step = own()
-            try:
+            with reports:
+                step = own()
                 if step is None:
                     raise _too_late()
                 step.accumulated(leaf)
-            except PlanError as error:
-                error.name_module(title)
-                raise
 
         for leaf in self.leaves:
             if leaf.requires_grad:
@@ -312,9 +308,9 @@ class EarlierSteps:
     def end_of_backward(self) -> None:
         """A backward pass that came to rows has ended: sum up what it left, once one has come to
         the last lookups that were recorded."""
-        recorded = [step for step in self.with_open() if step.recorded]
-        if recorded and len(recorded[-1].backed) == len(recorded[-1].reads):
-            with library_words(self._tables.recipe):
+        with self._tables.reports:
+            recorded = [step for step in self.with_open() if step.recorded]
+            if recorded and len(recorded[-1].backed) == len(recorded[-1].reads):
                 step = self.joined()
                 if step is not None:
                     step.reduce()

@@ -376,12 +376,9 @@ class CachedEmbedding(CachedModule):
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
-        lock = self._member.enter_forward(self._trains and not self._only_reads)
-        try:
+        with self._member.forward(self._trains and not self._only_reads):
             step, micro = self._open(given)
             (rows,) = step.rows(micro, self._only_reads)
-        finally:
-            lock.release()
         taken = step.reads[micro].taken
         self._refuse_gradients([rows])
         if taken is not None:  # the others are padding

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
-from distcache.comm.rendezvous import meet, record_failure
+from distcache.comm.rendezvous import ErrorReports, meet
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
@@ -37,7 +37,7 @@ from distcache.engine.step import APPLY, Flight, StageClock, record
 from distcache.engine.step_rows import RowSums, choices_of
 from distcache.engine.tables import CachedTables, all_of
 from distcache.engine.whole import Part, WholeTables
-from distcache.errors import DistcacheError, NonFiniteLossError, PlanError
+from distcache.errors import NonFiniteLossError, PlanError, on_all_ranks
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
@@ -96,6 +96,9 @@ class CollectionTables:
         self.counts = [0] * len(self.tables)
         self.skipped = 0
         self.earlier, self._host = EarlierSteps(self), host_link(world)
+        # Around forward, autograd's hooks and `step`, and wherever else ranks wait for each other.
+        store = world.store if world.size > 1 else None
+        self.reports = ErrorReports(store, world.rank, recipe.title)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[str, tuple[int, ...], Tensor, DeviceEvent]] = []
@@ -290,11 +293,12 @@ class CollectionTables:
         differ = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
         if differ:
             ranks = by_rank[:, differ[0]].nonzero().flatten().tolist()
-            raise PlanError(
+            error = PlanError(
                 f"table {self.tables[differ[0]].name!r} is frozen on rank(s) "
                 f"{', '.join(map(str, ranks))} and not on the others: freeze() and "
                 "requires_grad_(False) are called by all ranks before the same step"
             )
+            raise on_all_ranks(error)
 
     def end_current(self) -> None:
         """The current step ends; PlanError if its gradients were neither applied nor dropped."""
@@ -442,6 +446,7 @@ class CollectionTables:
         self.statistics.add(flight)
         self._record(flight)
         self._end(step)
+        self.reports.withdraw()  # all ranks have come here since
         self._judge(int(streams.asynchronous))
 
     def _end(self, step: OpenStep) -> None:
@@ -461,11 +466,12 @@ class CollectionTables:
                     for table in counted:
                         self.counts[table] -= 1
                 self._judged = [(name, (), there, mark)]
-                raise NonFiniteLossError(
+                error = NonFiniteLossError(
                     f"step {name}: row gradients are not finite, and nothing was applied from "
                     "there on (on_nonfinite='stop'): the tables are those before it; save them, or "
                     "go on from a checkpoint"
                 )
+                raise on_all_ranks(error)
             self._judged.pop(0)
 
     # --- what it took -----------------------------------------------------------------------
@@ -626,12 +632,6 @@ class CollectionTables:
                 rows.note()
 
     # --- the end ----------------------------------------------------------------------------
-
-    def failed(self, error: BaseException) -> None:
-        """Name the module in the error, and tell the other ranks why this one will not come."""
-        if isinstance(error, DistcacheError):
-            error.name_module(self.recipe.title)
-        record_failure(self.world.store, self.world.rank, error)
 
     def close(self) -> None:
         """Stop planning and let go of the tables; safe to call twice, on one rank alone too.

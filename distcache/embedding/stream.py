@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from torch import nn
 
 from distcache.comm.link import Link
-from distcache.comm.rendezvous import record_failure
+from distcache.comm.rendezvous import ErrorReports
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection
@@ -293,8 +293,7 @@ def _at_exit() -> None:
     """
     error, open_ones = getattr(sys, "last_value", None), list(_running.items())
     if error is not None:
-        for _, world in open_ones:
-            record_failure(world.store, world.rank, error)
+        ErrorReports.add(error)
     for stream, world in open_ones:
         limit = min(world.timeout_s, STOP_S) if error is None else LEAVING_S
         if not stream.stop(limit, orderly=False):
@@ -568,11 +567,20 @@ class Epoch(Generic[T]):
 
     def _plan(self, position: int) -> bool:
         """Wait until plan `position` is made; False if the batches end before."""
-        source = self._source
-        if source.stream is not None and source.stream.stop_requested:  # it did not end in time
-            self.halt()
-        if position in self._plans:
+        if position in self._plans and not self._is_stopping():
             return True
+        with self._member.report_errors():
+            return self._wait_for_plan(position)
+
+    def _is_stopping(self) -> bool:
+        """Return True if the threads were asked to end and did not in time."""
+        stream = self._source.stream
+        return stream is not None and stream.stop_requested
+
+    def _wait_for_plan(self, position: int) -> bool:
+        source = self._source
+        if self._is_stopping():
+            self.halt()
         if source.stream is None:
             tables = self._member.tables
             tables.start_stream(self, source)

@@ -30,7 +30,7 @@ from distcache.data.batch import UNKNOWN, Batch
 from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
 from distcache.engine.step import Flight
-from distcache.errors import ConfigError, PeerError
+from distcache.errors import ConfigError, PeerError, on_all_ranks
 from distcache.planner.home import HomePlanner, Parts, Planner
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.shard import ShardParts, nothing
@@ -352,7 +352,7 @@ class StreamPlanner:
         with which none is decided any more."""
         verdict, failure = over.told.asked, None
         if verdict.status is Status.ERROR:
-            failure = over.asking.error or _peer_error(verdict)
+            failure = on_all_ranks(over.asking.error or _peer_error(verdict))
             if over.deciding is not None and over.told.decided is None:
                 raise failure
         elif over.asking.status is Status.OK:
@@ -403,9 +403,10 @@ class StreamPlanner:
             return
         if told.decided.status is Status.TOO_LARGE:
             kind = deciding.flight.batch.kind
-            raise too_large(deciding.step, kind, self.groups, told.rows, self.regions)
+            error = too_large(deciding.step, kind, self.groups, told.rows, self.regions)
+            raise on_all_ranks(error)
         if told.decided.status is not Status.OK:
-            raise deciding.error or _peer_error(told.decided)
+            raise on_all_ranks(deciding.error or _peer_error(told.decided))
 
     def _planned(self, over: Talk) -> list[Flight]:
         """The step that all homes have decided, if there is one, with its plans."""

@@ -263,6 +263,45 @@ def test_deduplicated_input_is_looked_up_for_each_sample(weighted: bool) -> None
         ebc(alone)
 
 
+CONTRADICTIONS = {
+    "stride": (2, "stride=2 .* of which stride is 3"),
+    "stride_per_key": ([1, 5], r"stride_per_key=\[1, 5\] .* stride_per_key is \[3, 3\]"),
+    "length_per_key": ([1, 5], r"length_per_key=\[1, 5\] .* length_per_key is \[3, 3\]"),
+    "offset_per_key": ([0, 1, 6], r"offset_per_key=\[0, 1, 6\] .* is \[0, 3, 6\]"),
+    "offsets": (
+        torch.tensor([0, 2, 2, 3, 4, 5, 6]),
+        r"offsets=\[0, 2, .* is \[0, 1, 2, 3, 4, 5",
+    ),
+    "stride_per_key_per_rank": (
+        [[6]],
+        r"per_rank=\[\[6\]\] .* 2 keys: .* as \[\[3\], \[3\]\]",
+    ),
+}
+"""Fields of a KeyedJaggedTensor of two keys and three bags of one id each: a wrong value, and what
+is said of it."""
+
+
+@pytest.mark.usefixtures("kind")
+def test_fields_that_contradict_the_lengths_are_refused_by_name() -> None:
+    tables = configs()[2:]
+    keys, values, lengths = ["f2", "f3"], torch.zeros(6, dtype=torch.int64), torch.ones(6).long()
+    ebc = cached("sgd", tables)
+    plain = values_of(ebc(KeyedJaggedTensor(keys, values, lengths=lengths)))
+    right = {"stride": 3, "length_per_key": [3, 3], "offsets": torch.arange(7)}
+    right |= {"stride_per_key_per_rank": [[2, 1], [3, 0]]}
+    assert torch.equal(
+        values_of(ebc(KeyedJaggedTensor(keys, values, lengths=lengths, **right))), plain
+    )
+    wrong = list(CONTRADICTIONS.items())
+    for bad in ([[-1], [7]], [[3], [2]], torch.tensor([3, 3])):
+        wrong.append(("stride_per_key_per_rank", (bad, "stride_per_key_per_rank=.*give")))
+    for field, (value, message) in wrong:
+        ids = KeyedJaggedTensor(keys, values, lengths=lengths, **{field: value})
+        with pytest.raises(DataError, match=message):
+            ebc(ids)
+    assert torch.equal(values_of(ebc(KeyedJaggedTensor(keys, values, lengths=lengths))), plain)
+
+
 @pytest.mark.usefixtures("sequences")
 def test_sequences_may_be_of_several_sizes() -> None:
     tables = configs()

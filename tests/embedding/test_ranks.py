@@ -233,7 +233,7 @@ def one_fails(rank: int, size: int) -> dict:
         closing = any(thread.name == "distcache-closing" for thread in running)
         found = {"closing": closing, "error": str(error), "steps": ebc.tables.steps}
         if rank == 1:
-            ebc.tables.failed(error)  # as at the interpreter's end
+            ebc.tables.reports.add(error)  # as at the interpreter's end
         ebc.close()
         for thread in running:
             thread.join(60)

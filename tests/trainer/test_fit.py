@@ -242,6 +242,8 @@ BAD = {
         ("data", "hybrid"),
         "train batch 6 of your loader: sample 3 has the label 2; 1 of its",
     ),
+    "complex": (("data",), "train batch 4 of your loader: labels is of torch.complex64: give real"),
+    "stride": (("data",), r"train batch 5 of your loader: stride=7 of .* contradicts"),
     "width": (("data",), "train batch 4 of your loader: dense has 1 features, those before it 5"),
     "id": (("data",), r"train batch 5: feature 't_0', sample \d+ of this .*: id 300 is not in"),
     "weights": (("hybrid",), "the ids of train batch 5 have weights, and those of the first batch"),
@@ -268,11 +270,19 @@ def broken(name: str, rank: int, world: int):
         dense = dense[:, :1] if "width" in name else dense[:, :2]
     if name == "shape":
         labels = labels[:-1]
+    if name == "complex":
+        labels = labels.to(torch.complex64)
     if name == "id":
         values = values.clone()
         values[0] = 300
     weights = [torch.ones(len(values))] if name == "weights" else []
-    items[step] = dense, (values, offsets, *weights), labels
+    ids: Any = (values, offsets, *weights)
+    if name == "stride":
+        from torchrec import KeyedJaggedTensor
+
+        keys = [f for table in SCENARIO.tables for f in table.features]
+        ids = KeyedJaggedTensor(keys, values, lengths=offsets.diff(), stride=7)
+    items[step] = dense, ids, labels
     return items
 
 
