@@ -245,8 +245,6 @@ class _Loop:
             own, groups = collection.tables, collection.optimizer.settings()
             steps = {table.name: n for table, n in zip(own.tables, own.counts, strict=True)}
             of_rows = {"steps": steps, "groups": groups}
-            if collection.reader.collisions is not None:
-                of_rows["collisions"] = collection.reader.collisions.state()
             found[f"rows.{path}"] = _packed("the groups of a collection's optimizer", of_rows)
         for at, optimizer in enumerate(self._optimizers):
             found[f"optimizer.{at}"] = _packed(f"optimizers[{at}]", optimizer.state_dict())
@@ -272,8 +270,6 @@ class _Loop:
             found, tables = own[f"rows.{path}"], collection.tables
             tables.counts = [found["steps"][table.name] for table in tables.tables]
             collection.optimizer.load_settings(found["groups"])
-            if collection.reader.collisions is not None and "collisions" in found:
-                collection.reader.collisions.take_state(found["collisions"])
         for at, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(own[f"optimizer.{at}"])
         if "random" in own:

@@ -32,6 +32,7 @@ _ELSEWHERE = {
 _WENT = {
     "cache.order": "numbering rows by popularity gained nothing and made plans slower",
     "analyze.memory": "every row is counted, in 8 bytes: less than its own values take",
+    "reset_evicted": "TorchRec's managed collisions are not planned ahead any more",
     "cache.admission": "rows that leave first unless they score higher changed next to nothing",
 }
 """Keys that were there once, and why they are not."""
@@ -52,11 +53,18 @@ def is_section(key: str, schema: type = Config) -> bool:
 def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
     """The error for unknown `keys`, with those that come near the first."""
     for key in keys:
-        if key in _WENT:
-            return ConfigError(f"{key}: this key went, for {_WENT[key]}: leave it out")
+        if (error := removed_key(key)) is not None:
+            return error
     near = near_keys(keys[0], schema)
     hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
     return ConfigError(f"{', '.join(keys)}: no such key: {hint}")
+
+
+def removed_key(key: str) -> ConfigError | None:
+    """Return the error for a key, or setting of a collection, that was removed; None for others."""
+    if key not in _WENT:
+        return None
+    return ConfigError(f"{key}: this key went, for {_WENT[key]}: leave it out")
 
 
 def near_keys(key: str, schema: type = Config) -> list[str]:

@@ -13,4 +13,4 @@ from distcache.embedding.plain import CachedEmbeddingBag as CachedEmbeddingBag
 from distcache.embedding.stream import lookahead as lookahead
 
 with contextlib.suppress(ImportError, OSError, AttributeError):  # no TorchRec, or an older one
-    importlib.import_module("distcache.embedding.collisions")
+    importlib.import_module("distcache.embedding.managed_collisions")

@@ -185,19 +185,24 @@ class CachedCollection(nn.Module):
     def _locate(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[OpenStep, int]:
-        collisions = self.reader.collisions
-        found = collisions.place(self, features) if collisions else self.find(tables, features)
+        if self.reader.is_remapped and self.training and tables.world.size > 1:
+            raise ConfigError(
+                "TorchRec's managed collisions map ids on each rank by the ids of that rank alone: "
+                f"on {tables.world.size} ranks one row would stand for different ids. Train on one "
+                "rank, or map ids to rows before the batches come to the model"
+            )
+        found = self._find(tables, features)
         if found is not None:
             where, micro = found
             opened = isinstance(where, OpenStep)
             return (where, micro) if opened else where.open_next(tables, self._frozen_now())
         tables.end_current()
-        read = collisions.read(features) if collisions else self.reader.read(features)
+        read = self.reader.read(features)
         recorded = torch.is_grad_enabled() and not self._only_reads
         planned = tables.plan_inline([read], "train" if recorded else "eval")
         return tables.open(planned, [read], self._frozen_now()), 0
 
-    def find(
+    def _find(
         self, tables: CollectionTables, features: KeyedJaggedTensor
     ) -> tuple[Epoch | OpenStep, int] | None:
         """The look-ahead whose next batch `features` is, or the step and the micro-batch that it is

@@ -51,9 +51,6 @@ except (ImportError, OSError, AttributeError):  # told to whoever asks for a col
 
 S = TypeVar("S")
 
-if TYPE_CHECKING:
-    from distcache.embedding.collisions import Collisions
-
 # -----------------------------------------------------------------------------
 # From table configs, TorchRec's or a module's, to tables, feature names and initial weights.
 
@@ -282,8 +279,8 @@ class IdReader:
     """Reads the ids that `lookups` need from `KeyedJaggedTensor`s; `pooled`: whether bags come out,
     rather than the row of every id."""
 
-    collisions: Collisions | None = None
-    """What makes row numbers of ids, where TorchRec's managed collisions do."""
+    is_remapped = False
+    """True if TorchRec's managed collisions map the ids before they come here."""
 
     def __init__(self, lookups: Lookups, pooled: bool) -> None:
         self.lookups, self._pooled = lookups, pooled

@@ -249,8 +249,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         `gradient_reduction="mean"|"sum"`; `dtype=torch.float32|torch.float64`;
         `init="auto"|"torch"|"seed"`, initial rows by torch's generator as in TorchRec, or a
         function of `seed` (`"auto"`: torch's for up to 256 MiB of tables where no seed is given);
-        `on_bad_id="error"|"hash"` (modulo the table's rows); `reset_evicted=False`: whether rows
-        start anew whose ids TorchRec's collision modules evict.
+        `on_bad_id="error"|"hash"` (modulo the table's rows).
 
         Raises ConfigError, on every rank, and MemoryTooSmallError where host or device memory
         does not hold the tables or the cache.

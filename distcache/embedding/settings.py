@@ -18,6 +18,7 @@ from torch import Tensor
 from distcache.comm.world import World
 from distcache.config import choice, least
 from distcache.config.checks import check_cache, read_units
+from distcache.config.keys import removed_key
 from distcache.config.tree import CacheConfig
 from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
@@ -53,7 +54,6 @@ class CacheSettings(CacheConfig):
     seed: int | None = least(0, None)
     on_bad_id: str = choice("error", "hash")
     on_nonfinite: str = choice("off", "skip", "stop")
-    reset_evicted: bool = False
 
     def __post_init__(self) -> None:
         with library_words():
@@ -72,8 +72,6 @@ class CacheSettings(CacheConfig):
                 "updated: half precision is a table's, by data_type= of its config, or dtype="
                 "torch.float16 or torch.bfloat16 of CachedEmbedding and CachedEmbeddingBag"
             )
-        if not isinstance(self.reset_evicted, bool):
-            raise ConfigError(f"reset_evicted={self.reset_evicted!r} is not True or False")
         given = self.statistics
         if not (given is None or isinstance(given, str | PathLike | Statistics)):
             raise ConfigError(
@@ -122,6 +120,8 @@ def check_names(settings: Mapping[str, Any], collection: str) -> None:
     """ConfigError for a setting by keyword that a collection does not have."""
     known = [f.name for f in fields(CacheSettings) if f.name != "objective"]
     for name, value in settings.items():
+        if (error := removed_key(name)) is not None:
+            raise error
         if name not in known:
             near = difflib.get_close_matches(name.removeprefix("cache_"), known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

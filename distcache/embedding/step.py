@@ -12,13 +12,12 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -552,14 +551,6 @@ class CollectionTables:
         for index, table in enumerate(self.tables):
             self.whole.note_range(index, range(table.rows))
         self._know(range(len(self.tables)))
-
-    def begin_anew(self, found: Mapping[int, tuple[np.ndarray, Tensor]]) -> None:
-        """Let rows of tables, by index, be these: ids int64 `[n]` and weights `[n, D]`, with the
-        state of new rows; between two steps. Raises NonFiniteLossError as `apply`."""
-        self._judge(0)  # all other rows stay, and with them what is to be told of them
-        self.let_go("rows of evicted ids start anew")
-        for index, rows in found.items():
-            self.whole.begin_anew(index, *rows)
 
     def require_between_steps(self, work: str) -> None:
         """Raise PlanError where row gradients wait to be applied, before `work`."""

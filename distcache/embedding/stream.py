@@ -16,12 +16,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
-from distcache.comm.link import Link
 from distcache.comm.rendezvous import ErrorReports
 from distcache.comm.world import World
 from distcache.data.batch import Batch
@@ -39,8 +37,6 @@ from distcache.stopping import stop_explains
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    from distcache.embedding.collisions import Ahead
 
 T = TypeVar("T")
 
@@ -75,12 +71,12 @@ def lookahead(
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r} must be a whole number of at least 1")
     found = _collections(ebc)
-    resets = [own for own in found if own.reader.collisions and own._recipe.settings.reset_evicted]
-    if resets and accumulate > 1:
-        raise ConfigError(
-            f"accumulate={accumulate} with reset_evicted=True: rows would start anew in the middle "
-            "of a step that has gradients of them; leave out one of the two"
-        )
+    for collection in found:
+        if collection.reader.is_remapped:
+            raise ConfigError(
+                f"lookahead reads ids before TorchRec's managed collisions map them to rows of "
+                f"{collection._recipe.title}: leave lookahead out"
+            )
     finders = _finders(ids, found)
 
     own = [(own._member, own.reader, finders[own] or own.reader.find) for own in found]
@@ -150,7 +146,6 @@ class Reader(Generic[T]):
         self._batches, self._iterator = batches, None
         self.reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
-        self._ahead: Ahead | None = None
         self._error: Exception | None = None
         self.kept: dict[int, Kept] = {}
         self.exhausted = False
@@ -186,22 +181,6 @@ class Reader(Generic[T]):
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
 
-    @property
-    def share(self) -> Callable[[Link, Batch | None], Batch | None] | None:
-        """What ranks do together with each batch before it is planned; see `Collisions`."""
-        return None if self.reader.collisions is None else self._share
-
-    def _share(self, link: Link, batch: Batch | None) -> Batch | None:
-        """`batch`, which was read just now, with row numbers in the place of its ids, if all ranks
-        have one; with zeros where one has none, and the stream ends. By all ranks."""
-        kept = None if batch is None else self.kept[self._next - 1]
-        mapped = self._ahead.map(link, kept and kept.reads)
-        if batch is None or kept is None:
-            return None
-        if not mapped:
-            return replace(batch, ids=replace(batch.ids, values=batch.ids.values * 0))
-        return as_batch(kept.reads, self._next - 1)
-
     def first_sizes(self) -> tuple[int, int]:
         """Ids that the first plan looks up, and bytes of its batches, before a thread reads; zeros
         where there are none, or an error comes in their place: at their turn, on all ranks."""
@@ -217,8 +196,6 @@ class Reader(Generic[T]):
     def start(self, engine: CachedTables) -> None:
         """Let the engine's threads read and plan."""
         self.timeout_s = min(self.timeout_s, engine.world.timeout_s)
-        if self.reader.collisions is not None:
-            self._ahead = self.reader.collisions.ahead()
         self.stream = engine.ahead(self)
         _running[self.stream] = engine.world
 
@@ -485,12 +462,6 @@ class Epoch(Generic[T]):
         """Whether nothing more will come of it."""
         return self.exhausted and not self._pending
 
-    @property
-    def next_read(self) -> ReadIds:
-        """The batch that should come next, or was claimed last."""
-        position, micro = self._pending[0]
-        return self._source.kept[position].reads[micro]
-
     def claims(self, features: KeyedJaggedTensor, by_content: bool) -> bool:
         """Whether `features` is the next batch that should come, or of its plan.
 
@@ -540,18 +511,6 @@ class Epoch(Generic[T]):
             )
         self._pending.popleft()
         return step, micro
-
-    def replan(self, read: ReadIds) -> None:
-        """Let the batch just claimed be `read`, and plan it and those after it anew. Raises
-        PlanError where its step is open."""
-        position, micro = self._pending[0]
-        if position == self._opened:
-            raise PlanError(
-                "the collision modules were changed between the micro-batches of one step: change "
-                "them between two steps"
-            )
-        self.halt()
-        self._source.kept[position].reads[micro] = read
 
     def altered(self, position: int | None = None) -> PlanError:
         """The error for a batch that is none of those given out, or not as that of `position`."""

@@ -44,9 +44,6 @@ LANE, READING_LANE, TALKING_LANE = "planner", "reading", "talking"
 """Where planning runs, what a thread beside it reads ahead, and what another exchanges with the
 other ranks, for spans."""
 
-Share = Callable[[Link, Batch | None], Batch | None]
-"""What ranks do together with the batches that they have just read."""
-
 _POLL_S = 0.1
 """How often a waiting thread looks whether it should stop."""
 
@@ -180,16 +177,13 @@ class StreamPlanner:
     ) -> Iterator[Flight]:
         """Plans of `batches` in order, until the first rank ends, stops or fails.
 
-        `batches.share`, where they have it, is given the link and each batch (None where there is
-        none), by all ranks, and returns what is planned. `ahead=False` uses a window of L = 0
-        (planning inline). Raises what went wrong, on every rank after the same step.
+        `ahead=False` uses a window of L = 0 (planning inline). Raises what went wrong, on every
+        rank after the same step.
         """
-        window, share = self.settings.lookahead if ahead else 0, getattr(batches, "share", None)
-        # What ranks do together with a batch keeps its place among their exchanges; and without a
-        # window nothing is read beyond the step that is decided.
-        alone = window == 0 or share is not None
-        reading, talking = (ALONE, ALONE) if alone else (self.threads, self._talking)
-        asked = self._asked(batches, stop, share, reading)
+        window = self.settings.lookahead if ahead else 0
+        # Without a window nothing is read beyond the step that is decided.
+        reading, talking = (self.threads, self._talking) if window else (ALONE, ALONE)
+        asked = self._asked(batches, stop, reading)
         early = window > 0 and self.link.world.size > 1
         waiting: deque[Flight] = deque()
         ready, failure = None, None
@@ -244,16 +238,12 @@ class StreamPlanner:
     # --- a step is asked for -----------------------------------------------------------------
 
     def _asked(
-        self,
-        batches: Iterable[Batch],
-        stop: Callable[[], bool],
-        share: Share | None,
-        threads: Threads,
+        self, batches: Iterable[Batch], stop: Callable[[], bool], threads: Threads
     ) -> Iterator[Part]:
         """This rank's part of each step, up to the first without rows; the next is made meanwhile,
         where there is a thread for it."""
         iterator = chain.from_iterable([batches])  # which the thread that reads makes, too
-        ask = partial(threads.begin, self._ask, iterator, stop, share)
+        ask = partial(threads.begin, self._ask, iterator, stop)
         part, asked = None, ask(self.ingested)
         while part is None or part.flight is not None:
             part = asked()
@@ -272,24 +262,21 @@ class StreamPlanner:
         except Exception as error:
             return Part(step, Status.ERROR, error=error)
 
-    def _ask(
-        self, iterator: Iterator[Batch], stop: Callable[[], bool], share: Share | None, step: int
-    ) -> Part:
+    def _ask(self, iterator: Iterator[Batch], stop: Callable[[], bool], step: int) -> Part:
         """This rank's part of `step`, the next: the rows of its batch, or why there is none."""
         began = time.perf_counter()
         read = Part(step, Status.STOP) if stop() else self._read(iterator, step)
+        if isinstance(read, Part):
+            return read
         try:
-            shared = share(self.link, None if isinstance(read, Part) else read) if share else read
-            if isinstance(read, Part):
-                return read
-            batch = self._prepare(shared)
+            batch = self._prepare(read)
             bags = [group_bags(group, batch.ids, self.settings.dtype) for group in self.groups]
             requests = [
                 rank.request(bag.ids, bag.pieces)
                 for rank, bag in zip(self._ranks, bags, strict=True)
             ]
         except Exception as error:
-            return read if isinstance(read, Part) else Part(step, Status.ERROR, error=error)
+            return Part(step, Status.ERROR, error=error)
         flight = Flight(step, batch, bags, requests)
         for region in self.regions:
             request = requests[region.group]

@@ -449,22 +449,6 @@ class WholeTables:
         with torch.no_grad():
             together(self._world, write)
 
-    def begin_anew(self, table: int, ids: np.ndarray, weight: Tensor) -> None:
-        """Let rows `ids` of a table, int64 `[n]`, have these weights `[n, D]`, and the state of new
-        rows; nothing may be cached then."""
-        (store, place), spec = self._store(table), self._tables[table]
-
-        def write() -> None:
-            if self._world.local_rank:
-                return
-            numbers, state = store.layout.offsets[place] + ids, self._update.initial_state(spec.dim)
-            _write(store, numbers, slice(None), weight, False)
-            _write(store, numbers, slice(None), state.expand(len(ids), -1), True)
-
-        self.note(table, ids)
-        with torch.no_grad():
-            together(self._world, write)
-
     def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
         """A whole table's weights, or its state, in memory that this node's ranks share."""
         world, spec = self._world, store.layout.tables[place]
