@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RowsAndDense,
         clip_grad_norm_,
         lookahead,
+        to_torchrec,
     )
     from distcache.engine.gradients import DenseGradients
     from distcache.fitting import fit
@@ -46,6 +47,7 @@ __all__ = [
     "lookahead",
     "optim",
     "save",
+    "to_torchrec",
 ]
 
 _MODULES = {

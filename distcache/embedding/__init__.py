@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 
+from distcache.embedding.convert import to_torchrec as to_torchrec
 from distcache.embedding.jagged import CachedEmbeddingBagCollection as CachedEmbeddingBagCollection
 from distcache.embedding.jagged import CachedEmbeddingCollection as CachedEmbeddingCollection
 from distcache.embedding.optimizer import RowOptimizer as RowOptimizer

@@ -18,6 +18,7 @@ from ebc_cases import (
     batches,
     cached,
     configs,
+    dlrm,
     draw,
     part,
     plain_optimizer,
@@ -33,6 +34,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.inference.modules import quantize_inference_model
 
 import distcache
 from distcache.embedding.settings import CacheSettings
@@ -166,6 +168,25 @@ def test_sequences() -> None:
         batches=data,
     )
     assert len(losses) == 40 and sum(losses[30:]) < sum(losses[:10])
+
+
+def test_export_quantization_and_serving(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    using("bags")
+    ebc = cached(rows=200)
+    model, batch = dlrm(ebc), draw(3)
+    under = DROP_IN.split("\n## Export, quantization and serving\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", under, re.DOTALL)
+    names: dict[str, Any] = {"distcache": distcache, "torch": torch, "model": model, "batch": batch}
+    exec(code, names | {"quantize_inference_model": quantize_inference_model}, names)
+    inputs = (batch.dense_features, batch.sparse_features)
+    with torch.no_grad():
+        logits = model(*inputs)
+        assert torch.equal(names["program"].module()(*inputs), logits)
+        torch.testing.assert_close(names["quantized"](*inputs), logits, rtol=0.02, atol=0.02)
+    assert_close(torch.load("weights.pt"), weights_of(model))
+    assert (tmp_path / "model.pt2").exists()
+    ebc.close()
 
 
 def test_the_table_of_settings_is_complete() -> None:

@@ -530,6 +530,8 @@ for batch in distcache.lookahead(batches, own):
 torch.testing.assert_close(own.weight.detach(), theirs.weight.detach())
 distcache.save(sys.argv[1], own, step=8)
 assert distcache.load(sys.argv[1], own)[0] == 8
+stock = distcache.to_torchrec(own)
+assert type(stock) is torch.nn.EmbeddingBag and torch.equal(stock(batch), own(batch))
 own.close()
 try:
     distcache.CachedEmbeddingBagCollection
