@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EAGER_ONLY = (
+    "rows are planned and moved outside of graphs; to export the model, export "
+    "distcache.to_torchrec(model)"
+)
+"""Reason for which no graph of torch.compile or torch.export has a lookup inside."""
+
 # -----------------------------------------------------------------------------
 # What the drop-in collections have in common: all but what comes out of a lookup.
 
@@ -486,6 +492,30 @@ class CachedCollection(nn.Module):
             "freeze it by requires_grad_(False); to train other tables make another collection"
         )
 
+    # --- tools that need stock modules --------------------------------------------------------
+
+    def _stock_needed(self, tool: str) -> ConfigError:
+        """Return the error for a tool that needs tables as parameters, in stock modules."""
+        return ConfigError(
+            f"{tool} does not take a {type(self).__name__}, whose rows lie in host memory and in a "
+            "cache: give it distcache.to_torchrec(model), the same model with stock modules"
+        )
+
+    def _refuse_export(self) -> None:
+        """Raise ConfigError if torch.export traces the model."""
+        if torch.compiler.is_exporting():
+            raise self._stock_needed("torch.export")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Quantizers give each module a `qconfig`: None to those whose class they do not know, which
+        they leave as they are. Raises ConfigError, because the tables would stay as they are too.
+        """
+        if name == "qconfig" and value is None:
+            raise self._stock_needed("quantization of a whole model")
+        super().__setattr__(name, value)
+
     # --- nn.Module --------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
@@ -506,10 +536,10 @@ class CachedCollection(nn.Module):
         `apply_optimizer_in_backward` was called on some, for TorchRec's filters of parameters.
 
         None without `recurse`: DDP asks so, module by module, for what it must reduce, and would
-        wait for a gradient that this one never gets. A module around, and torch.export (which asks
-        for duplicates), see the empty one, for tables would be broadcast, or be in the program.
+        wait for a gradient that this one never gets. A module around sees the empty one, because
+        DDP would broadcast tables.
         """
-        weights = {} if self._copied or not remove_duplicate else self._member.weights
+        weights = {} if self._copied else self._member.weights
         if recurse and any(hasattr(own, "_in_backward_optimizers") for own in weights.values()):
             start = f"{prefix}." if prefix else ""
             yield from ((start + self._key_of(name), own) for name, own in weights.items())  # type: ignore[misc]
@@ -597,7 +627,8 @@ class CachedCollection(nn.Module):
         """Raise PlanError: the tables are shared memory that other ranks hold too."""
         raise PlanError(
             f"a {type(self).__name__} cannot be pickled (copy.deepcopy gives a module over the "
-            "same tables): save its state_dict(), and load that into a new one"
+            "same tables): save its state_dict(), and load that into a new one, or pickle "
+            "distcache.to_torchrec(model), the same model with stock modules"
         )
 
     def extra_repr(self) -> str:

@@ -1,11 +1,7 @@
-"""Collections with TorchRec's arguments, `KeyedJaggedTensor`s in, over cached rows; in programs of
-torch.export, and under TorchRec's tools. No program has tables, nor memory that others share."""
+"""Collections with TorchRec's arguments and interfaces over cached rows."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcache.embedding.collection import CachedCollection, as_node, is_traced
+from distcache.embedding.collection import EAGER_ONLY, CachedCollection, as_node, is_traced
 from distcache.embedding.ids import (
     EmbeddingBagCollectionInterface,
     EmbeddingBagConfig,
@@ -25,166 +21,21 @@ from distcache.embedding.ids import (
     Lookups,
 )
 from distcache.engine.gradients import to_device
-from distcache.errors import ConfigError, PlanError
+from distcache.errors import ConfigError
 from distcache.optim import RowUpdate
-
-# -----------------------------------------------------------------------------
-# The one operator that torch.export sees of a collection.
-
-_SCHEMA = "(Tensor?[] ids, SymInt? samples, SymInt[] dims) -> Tensor[]"
-
-
-@torch.library.custom_op("distcache::lookup", mutates_args=(), schema=_SCHEMA)
-def _lookup(ids: Any, samples: Any, dims: Any) -> Any:
-    raise PlanError(
-        "an exported program has no tables, so this collection looks nothing up: put one that has "
-        "in its place, program = torch.export.unflatten(exported); program.ebc = "
-        "EmbeddingBagCollection(...) with the weights of a state_dict()"
-    )
-
-
-@_lookup.register_fake
-def _(ids: Any, samples: Any, dims: Any) -> list[Tensor]:
-    device = next(tensor.device for tensor in ids if tensor is not None)
-    some = torch.library.get_ctx().new_dynamic_size
-    sizes = [some() if samples is None else samples for _ in dims]
-    return [torch.empty(n, dim, device=device) for n, dim in zip(sizes, dims, strict=True)]
-
-
-def as_exported(
-    features: KeyedJaggedTensor, dims: Sequence[int], pooled: bool = True
-) -> list[Tensor]:
-    """What torch.export sees of a lookup in tables of these widths: `[b, D]` for each feature, or
-    the rows of its ids, `[n_f, D]`."""
-    given = [features.values(), features.weights_or_none()]
-    given += [features.lengths_or_none(), features.offsets_or_none()]
-    return torch.ops.distcache.lookup(given, features.stride() if pooled else None, list(dims))
-
-
-def sequences_as_exported(
-    lookups: Lookups, features: KeyedJaggedTensor, need_indices: bool
-) -> dict[str, JaggedTensor]:
-    """What torch.export sees of a lookup of sequences. ConfigError where their ids are wanted."""
-    if need_indices:
-        raise ConfigError("need_indices=True cannot be exported: take the ids from the batch")
-    rows = as_exported(features, lookups.dims, pooled=False)
-    lengths = features.lengths().view(len(features.keys()), -1)
-    places = [features.keys().index(key) for key in lookups.features]
-    return {
-        name: JaggedTensor(rows[at], lengths=lengths[place])
-        for at, (name, place) in enumerate(zip(lookups.names, places, strict=True))
-    }
 
 
 def sequences_on_meta(
     lookups: Lookups, features: KeyedJaggedTensor, need_indices: bool
 ) -> dict[str, JaggedTensor]:
-    """What a collection of sequences without rows gives out."""
-    found = features.to_dict()
+    """Return the output of a collection of sequences that lies on 'meta', without values."""
+    ids_by_key = features.to_dict()
     rows: dict[str, JaggedTensor] = {}
     for name, key, dim in zip(lookups.names, lookups.features, lookups.dims, strict=True):
-        ids = found[key]
+        ids = ids_by_key[key]
         values = torch.empty(len(ids.values()), dim, device="meta")
         rows[name] = JaggedTensor(values, ids.values() if need_indices else None, ids.lengths())
     return rows
-
-
-# -----------------------------------------------------------------------------
-# What TorchRec does by the exact class of a collection.
-
-
-def tell_torchrec(kind: type[nn.Module], made: bool = True) -> None:
-    """Let TorchRec's tools that go by the class of a collection know this one, of bags or rows;
-    its quantizers, whose import takes a second, once one is `made`."""
-    tools = {_IR: _tell_ir} | ({_QUANTIZERS: _tell_quantizers} if made else {})
-    for path, tell in tools.items():
-        with contextlib.suppress(ImportError, OSError, AttributeError, KeyError):  # as in `theirs`
-            tell(kind, importlib.import_module(path))
-
-
-_QUANTIZERS, _IR = "torchrec.inference.modules", "torchrec.ir.serializer"
-"""Where they are; TorchRec's wheels leave the second out."""
-
-
-class _Quantization:
-    """Stands where TorchRec's quantizers have torch's `quantization`: what they ask of collections
-    of TorchRec's they ask of those that take their place too."""
-
-    def __init__(self, torchs: Any) -> None:
-        self._torchs, self.kinds = torchs, dict[type[nn.Module], type[nn.Module]]()
-
-    def quantize_dynamic(self, *args: Any, **how: Any) -> nn.Module:
-        """torch's, of whose arguments two are by class; by all ranks."""
-        for given in (*args, *how.values()):
-            for own, theirs in self.kinds.items() if isinstance(given, dict) else ():
-                if theirs in given:
-                    given.setdefault(own, given[theirs])
-        return self._torchs.quantize_dynamic(*args, **how)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torchs, name)
-
-
-def _tell_quantizers(kind: type[nn.Module], inference: Any) -> None:
-    bags = issubclass(kind, EmbeddingBagCollectionInterface)
-    theirs = inference.EmbeddingBagCollection if bags else inference.EmbeddingCollection
-    if not isinstance(inference.quant, _Quantization):
-        inference.quant = _Quantization(inference.quant)
-    inference.quant.kinds[kind], by_name = theirs, inference.DEFAULT_QUANT_MAPPING
-    by_name[torch.typename(kind)] = by_name[torch.typename(theirs)]
-
-
-_KEY = "cached_as"
-"""Of the metadata of a collection in a program: the class that it had, which TorchRec ignores."""
-
-
-def _tell_ir(kind: type[nn.Module], ir: Any) -> None:
-    """A program has a collection of this class under the name of TorchRec's: what comes back is one
-    of this class, without an optimizer, or TorchRec's where nobody has called this."""
-    theirs, known = ir.EBCJsonSerializer, ir.JsonSerializer.module_to_serializer_cls
-    name, stock = ir.qualname(kind), ir.qualname(theirs._module_cls)
-    if name in known or not issubclass(kind, EmbeddingBagCollectionInterface):
-        return
-    before, around = known[stock], known[ir.qualname(ir.FPEBCJsonSerializer._module_cls)]
-
-    class Serializer(before):  # type: ignore[misc, valid-type]
-        _module_cls = EmbeddingBagCollectionInterface
-
-        @classmethod
-        def swap_meta_forward(cls, module: Any) -> None:
-            """After `ir_metadata` was written under this class' name: write it under theirs."""
-            if ir.qualname(module) == name:
-                told = cls.serialize_to_dict(module) | {_KEY: name}
-                data = json.dumps({"typename": stock, "metadata_dict": told}).encode()
-                module.ir_metadata = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            super().swap_meta_forward(module)
-
-        @classmethod
-        def deserialize_from_dict(
-            cls, metadata_dict: Any, device: Any = None, unflatten_ep: Any = None
-        ) -> Any:
-            if metadata_dict.get(_KEY) != name:
-                return super().deserialize_from_dict(metadata_dict, device, unflatten_ep)
-            where = ir.get_deserialized_device(metadata_dict.get("device"), device)
-            told = metadata_dict | {_KEY: "", "device": None}
-            like = super().deserialize_from_dict(told, torch.device("meta"), unflatten_ep)
-            return kind(like.embedding_bag_configs(), like.is_weighted(), where)
-
-    class Around(around):  # type: ignore[misc, valid-type]
-        @classmethod
-        def deserialize_from_dict(
-            cls, metadata_dict: Any, device: Any = None, unflatten_ep: Any = None
-        ) -> Any:
-            own = unflatten_ep._embedding_bag_collection
-            if isinstance(own, kind):  # theirs wants its own class
-                args = own.embedding_bag_configs(), own.is_weighted(), torch.device("meta")
-                unflatten_ep._embedding_bag_collection = theirs._module_cls(*args)
-            made = super().deserialize_from_dict(metadata_dict, device, unflatten_ep)
-            made._embedding_bag_collection = own
-            return made
-
-    known[name] = known[stock] = Serializer
-    known[ir.qualname(around._module_cls)] = Around
 
 
 # -----------------------------------------------------------------------------
@@ -258,7 +109,6 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
-        tell_torchrec(type(self))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -288,9 +138,10 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
 
     @property
     def _lengths_per_embedding(self) -> list[int]:
-        return list(self.reader.lookups.dims)
+        """Raise ConfigError: TorchRec's IR serializer asks for these in place of a forward."""
+        raise self._stock_needed("TorchRec's IR serializer")
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=EAGER_ONLY)
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings `[b, sum of widths]`; called by all ranks.
 
@@ -299,14 +150,13 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         """
         if is_traced(features):
             return as_node(self, features)
-        if torch.compiler.is_exporting():
-            pooled = torch.cat(as_exported(features, self._lengths_per_embedding), dim=1)
-        elif self.device.type == "meta":
-            size = features.stride(), sum(self._lengths_per_embedding)
-            pooled = torch.empty(size, device="meta")
+        self._refuse_export()
+        dims = list(self.reader.lookups.dims)
+        if self.device.type == "meta":
+            pooled = torch.empty(features.stride(), sum(dims), device="meta")
         else:
             pooled = self._pool(features, self._is_weighted)
-        return KeyedTensor(self.embedding_names, self._lengths_per_embedding, pooled)
+        return KeyedTensor(self.embedding_names, dims, pooled)
 
 
 # -----------------------------------------------------------------------------
@@ -351,7 +201,6 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
         self._embedding_configs: list[EmbeddingConfig] = self._recipe.configs
-        tell_torchrec(type(self))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
@@ -387,7 +236,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         places = range(len(self._recipe.configs))
         return [[name for name, table in pairs if table == at] for at in places]
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=EAGER_ONLY)
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The rows of every feature's ids, `values` `[n, D]` with the ids' lengths; by all ranks.
 
@@ -396,8 +245,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         """
         if is_traced(features):
             return as_node(self, features)
-        if torch.compiler.is_exporting():
-            return sequences_as_exported(self.reader.lookups, features, self._need_indices)
+        self._refuse_export()
         if self.device.type == "meta":
             return sequences_on_meta(self.reader.lookups, features, self._need_indices)
         with self._member.forward(self._trains and not self._only_reads):
@@ -420,6 +268,3 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
             )
             for at, name in enumerate(names)
         }
-
-
-tell_torchrec(CachedEmbeddingBagCollection, made=False)  # for programs that are loaded

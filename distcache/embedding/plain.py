@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distcache.data.batch import JaggedIds
-from distcache.embedding.collection import CachedCollection, as_node, is_traced
+from distcache.embedding.collection import EAGER_ONLY, CachedCollection, as_node, is_traced
 from distcache.embedding.ids import IdReader, Lookups, PlainTable, ReadIds, search, version_of
 from distcache.engine.gradients import all_to_device
 from distcache.errors import ConfigError, DataError, PlanError
@@ -287,7 +287,7 @@ class CachedEmbeddingBag(CachedModule):
         made = cls(*embeddings.shape, *args, include_last_offset, padding_idx, **ours)
         return made.requires_grad_(not freeze)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=EAGER_ONLY)
     def forward(
         self,
         input: Tensor,
@@ -303,6 +303,7 @@ class CachedEmbeddingBag(CachedModule):
         """
         if is_traced(input):
             return as_node(self, input, offsets, per_sample_weights)
+        self._refuse_export()
         given = TensorIds(input, offsets, per_sample_weights)
         if per_sample_weights is not None and self.mode != "sum":
             raise DataError(f"per_sample_weights with mode={self.mode!r}: they need mode='sum'")
@@ -367,12 +368,13 @@ class CachedEmbedding(CachedModule):
         args = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze
         return cls(*embeddings.shape, *args, **ours)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=EAGER_ONLY)
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ids of any shape, `[..., D]`; called by all ranks. Raises as
         `CachedEmbeddingBag` does."""
         if is_traced(input):
             return as_node(self, input)
+        self._refuse_export()
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)

@@ -7,7 +7,6 @@ import io
 import shutil
 import socket
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from ebc_cases import (
     job,
     made,
     mine,
+    plain_tables,
     ranks,
     train,
     two_widths,
@@ -455,17 +455,24 @@ def test_the_copy_is_compiled_ahead_of_time(tmp_path, monkeypatch) -> None:
         torch.testing.assert_close(compiled(ids), model(ids))
 
 
-@pytest.mark.parametrize("quantize", [quantize_inference_model, quantize_embeddings])
-def test_the_copy_is_quantized_by_torchrec(kind: str, quantize) -> None:
-    if quantize is quantize_embeddings:
-        if kind == "sequences":
-            pytest.skip("TorchRec's quantize_embeddings takes collections of bags alone")
-        quantize = partial(quantize_embeddings, dtype=torch.int8, inplace=False)
+def quantize_by_type(model: nn.Module) -> nn.Module:
+    """Quantize collections of bags in a copy, one table to another dtype than the others."""
+    how: dict[str, Any] = {"per_table_weight_dtype": {"t1": torch.half}}
+    return quantize_embeddings(model, torch.int8, inplace=False, **how)
+
+
+@pytest.mark.parametrize("quantize", [quantize_inference_model, quantize_by_type])
+def test_the_copy_is_quantized_as_a_collection_of_torchrec(kind: str, quantize) -> None:
+    if quantize is quantize_by_type and kind == "sequences":
+        pytest.skip("TorchRec's quantize_embeddings takes collections of bags alone")
     model, ids = trained_means(), draw(3).sparse_features
+    plain = Means(plain_tables())
+    plain.load_state_dict(model.state_dict())
     quantized = quantize(to_torchrec(model))
     assert type(quantized.ebc) is {"bags": QuantizedBags, "sequences": QuantizedRows}[kind]
     with torch.no_grad():
         torch.testing.assert_close(quantized(ids), model(ids), rtol=0.05, atol=0.05)
+        assert torch.equal(quantized(ids), quantize(plain)(ids))
 
 
 def test_the_copy_is_quantized_by_torch() -> None:
@@ -503,3 +510,42 @@ def test_the_copy_is_saved_and_loaded(kind: str) -> None:
     for other in (fresh, again, torch.load(whole, weights_only=False)):
         with torch.no_grad():
             assert torch.equal(other(ids), model(ids))
+
+
+# -----------------------------------------------------------------------------
+# The same tools refuse cached modules, and name the remedy.
+
+REMEDY = r"give it distcache.to_torchrec\(model\)"
+
+
+def test_a_cached_module_is_not_exported(kind: str) -> None:
+    ids = draw(3).sparse_features
+    modules: list[tuple[nn.Module, Any]] = [(cached("sgd"), ids), (Means(cached("sgd")), ids)]
+    modules.append((CachedEmbedding(50, 8, rows=40, device="cpu"), torch.arange(9)))
+    modules.append((CachedEmbeddingBag(50, 8, rows=40, device="cpu"), torch.arange(9).view(3, 3)))
+    for module, inputs in modules:
+        with pytest.raises(ConfigError, match=f"torch.export does not take a Cached.*{REMEDY}"):
+            torch.export.export(module, (inputs,))
+        module(inputs)  # works as before
+    with pytest.raises(Exception, match=r"export distcache.to_torchrec\(model\)"):
+        torch.export.export(modules[2][0], (torch.arange(9),), strict=True)
+
+
+def test_a_cached_collection_is_not_serialized_by_torchrec() -> None:
+    # The serializer puts its own forward in place of a collection's, which asks for the widths.
+    with pytest.raises(ConfigError, match=f"IR serializer does not take a Cached.*{REMEDY}"):
+        cached("sgd")._lengths_per_embedding  # noqa: B018
+
+
+def quantize_linear(model: nn.Module) -> nn.Module:
+    """Quantize the linear layers of a copy."""
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+
+
+@pytest.mark.parametrize("quantize", [quantize_inference_model, quantize_by_type, quantize_linear])
+def test_a_model_with_a_cached_collection_is_not_quantized(kind: str, quantize) -> None:
+    model, ids = trained_means(), draw(3).sparse_features
+    before = model(ids)
+    with pytest.raises(ConfigError, match=f"quantization of a whole model .* a Cached.*{REMEDY}"):
+        quantize(model)
+    assert torch.equal(model(ids), before)

@@ -27,7 +27,6 @@ from ebc_cases import (
     job,
     key_of_tables,
     mine,
-    plain_tables,
     ranks,
     weights_of,
     written_back,
@@ -35,8 +34,6 @@ from ebc_cases import (
 from scenarios import count_ids
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
-from torchrec.inference import modules as inference
-from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 from torchrec.modules.embedding_configs import DataType
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as Quantised
 
@@ -349,31 +346,6 @@ def test_a_quantised_collection_is_made_of_the_weights() -> None:
         assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-def test_torchrecs_quantizers_find_a_collection_in_a_trained_model(inplace: bool) -> None:
-    ours = cached("sgd")
-    train(ours, batches(2))
-    stock, ids = plain_tables(), batches(3)[2].sparse_features
-    stock.load_state_dict(ours.state_dict())
-    how = {"inplace": inplace, "per_table_weight_dtype": {"t1": torch.half}}
-    found = [quantize_embeddings(nn.Sequential(own), torch.int8, **how)[0] for own in (ours, stock)]
-    assert all(type(own) is Quantised for own in found)
-    types = [{own.name: own.data_type for own in one.embedding_bag_configs()} for one in found]
-    assert types[0] == types[1] and types[0]["t1"] is DataType.FP16
-    assert torch.equal(*(own(ids).values() for own in found))
-
-
-@pytest.mark.usefixtures("sequences")
-def test_and_sequences_where_whole_models_are_quantized() -> None:
-    ours = cached("sgd")
-    train(ours, batches(2))
-    stock, ids = plain_tables(), batches(3)[2].sparse_features
-    stock.load_state_dict(ours.state_dict())
-    found = [quantize_inference_model(nn.Sequential(own))[0](ids) for own in (ours, stock)]
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][key].values(), found[1][key].values()) for key in found[0])
-
-
 def test_halves_take_half_of_the_memory() -> None:
     dtypes = (DataType.FP16, DataType.FP32)
     table = EmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=8, feature_names=["f"])
@@ -410,10 +382,3 @@ def test_a_scaler_and_clipping_see_float32_gradients() -> None:
     plain.step()
     assert_same(weights_of(ebc), weights_of(plain))
     assert not torch.equal(*(one["embedding_bags.t0.weight"] for one in (start, weights_of(ebc))))
-
-
-def test_others_quantize_by_the_same_name_as_torch_lets_them() -> None:
-    cached("sgd")
-    for how in (({nn.Linear}, torch.qint8), ({nn.Linear}, torch.float16, None, True), ()):
-        made = inference.quant.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), *how)
-        assert type(made[0]) is torch.ao.nn.quantized.dynamic.Linear
