@@ -259,17 +259,25 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def all_ends() -> dict[str, list[End]]:
-    """How every rank of every case ended; cases run a few at a time, those that hang together."""
-    found, names = {}, sorted(CASES, key=lambda name: "hangs" not in name)
-    for start in range(0, len(names), 3):
+class CaseEnds(dict[str, list[End]]):
+    """Ends of all ranks by case. Three cases run at a time, when a test asks for one of them; those
+    that hang run together."""
+
+    def __missing__(self, wanted: str) -> list[End]:
+        names = sorted(CASES, key=lambda name: "hangs" not in name)
+        start = names.index(wanted) // 3 * 3
         jobs = {
             name: Job(*CASES[name], agent="host" not in name) for name in names[start : start + 3]
         }
         for name, job in jobs.items():
-            found[name] = job.ends(100, but=(1,) if "hangs" in name else ())
-    return found
+            self[name] = job.ends(100, but=(1,) if "hangs" in name else ())
+        return self[wanted]
+
+
+@pytest.fixture(scope="module")
+def all_ends() -> CaseEnds:
+    """Ends of the cases, shared by the tests of this file."""
+    return CaseEnds()
 
 
 @pytest.mark.parametrize("name", LONE)
