@@ -197,8 +197,13 @@ def read_manifest(folder: Path) -> Manifest:
             "or an unfinished one (run the same command again to go on); for text files give a "
             f"glob such as '{folder}/*.txt'"
         )
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise DataError(f"data.path: {path} is not a manifest of format {FORMAT}")
+    if not isinstance(values, dict) or "format" not in values:
+        raise DataError(f"data.path: {path} is no manifest of python -m distcache.preprocess")
+    if values["format"] != FORMAT:
+        raise DataError(
+            f"data.path: {path} has format {values['format']!r}, and this version of distcache "
+            f"reads format {FORMAT}: run python -m distcache.preprocess again"
+        )
     try:
         for key in ("table_rows", "multi_hot"):
             values[key] = values[key] and tuple(values[key])

@@ -74,7 +74,7 @@ from distcache.versions import installed
 logger = logging.getLogger(__name__)
 
 _WORK_FORMAT = 3
-"""Of the unfinished work, which another version does not take up."""
+"""Version of the files of unfinished work. No other version is continued."""
 
 
 Progress = Callable[[str, int, str, int], AbstractContextManager[Any]]
@@ -191,6 +191,13 @@ def open_work(work: Work) -> None:
     }
     path = work.settings.work / "plan.json"
     known = read_json(path)
+    version = None if known is None else known.get("format")
+    if known is not None and version != _WORK_FORMAT:
+        raise ConfigError(
+            f"output={work.output} holds unfinished work of format {version!r}, and this version "
+            f"of distcache continues format {_WORK_FORMAT}: name another folder, or remove "
+            f"{work.output}"
+        )
     if known is not None and known != plan:
         raise ConfigError(
             f"output={work.output} holds the unfinished work of another job, or the input has "

@@ -348,8 +348,8 @@ def test_damage_is_named(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     for broken, message in (
         ("{", "cannot be read"),
-        ("[]", "not a manifest of format 1"),
-        (json.dumps(manifest | {"format": 2}), "not a manifest of format 1"),
+        ("[]", "no manifest of python -m distcache.preprocess"),
+        (json.dumps(manifest | {"format": 2}), "has format 2, .* reads format 1: run python"),
         (json.dumps({"format": 1}), "lacks or misspells"),
         (json.dumps(manifest | {"train_samples": 61}), "does not have its fingerprint"),
     ):

@@ -403,6 +403,10 @@ def test_what_does_not_go_on(text, tmp_path):
     os.utime(path, ns=(5, 5))
     with pytest.raises(ConfigError, match="unfinished work of another job, or the input has chang"):
         in_parts(path, tmp_path / "changed")
+    plan = next((tmp_path / "changed").rglob("plan.json"))
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"format": 2}))
+    with pytest.raises(ConfigError, match=r"unfinished work of format 2, .* continues format 3"):
+        in_parts(path, tmp_path / "changed")
     manifest = in_parts(text, out, SecondStart(0))
     assert "another process is working on it" in seen[0]
     assert manifest == in_parts(text, tmp_path / "alone")
