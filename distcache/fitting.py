@@ -114,7 +114,7 @@ class OwnRun(Run):
 
         by_rank, now = zip(*together(world, resume), strict=True)
         saved = by_rank[0] if moved else [one for (one,) in by_rank]
-        if moved or None not in saved:  # None: of an older version
+        if moved or None not in saved:  # None: no batch has been trained
             self._compare(where, _summed(saved), _summed(now))
         if "random" in found[0]:
             self._set_generators(found[0]["random"], start.state.step, moved)

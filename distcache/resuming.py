@@ -47,7 +47,7 @@ from distcache.trainer.checkpoint import (
     remove,
 )
 from distcache.trainer.checkpoint import save as write_checkpoint
-from distcache.trainer.manifest import FORMAT, MANIFEST, BlockReader, Manifest, as_bytes, in_memory
+from distcache.trainer.manifest import MANIFEST, BlockReader, Manifest, as_bytes, in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -344,11 +344,11 @@ def _find(path: Path, missing_ok: bool) -> Path | None:
 
 def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[str, Any]:
     """What the manifest tells of the loop. Raises ConfigError where it is not this one."""
-    told, form = manifest.header.get("loop"), manifest.header["format"]
-    if told is None or form != FORMAT:
+    told = manifest.header.get("loop")
+    if told is None:
         raise ConfigError(
-            f"{folder} is no checkpoint of distcache.save in format {FORMAT}: a run's is gone on "
-            "with by `trainer.resume`, another version's by that version"
+            f"{folder} is a checkpoint of a run, not of distcache.save: resume it with "
+            "trainer.resume"
         )
     if wrong := differences(told["like"], now, "not there"):
         raise ConfigError(

@@ -47,7 +47,7 @@ from distcache.errors import ConfigError, DistcacheError
 
 log = logging.getLogger("distcache.train")
 
-_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "model", "model.old")
+_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints")
 """What a run folder holds that another run must not take the place of by accident."""
 
 
@@ -287,7 +287,8 @@ def left_over(run_dir: Path, config: Config) -> list[Path]:
         return []
     if resume == "auto":
         return [] if finished(run_dir) and not overwrite else files
-    if resume == "never" or run_dir.resolve() not in Path(resume, "model").resolve().parents:
+    source = Path(resume).resolve()
+    if resume == "never" or run_dir.resolve() not in (source, *source.parents):
         return files
     # It goes on in its own folder: later checkpoints would be of another trajectory.
     begin = [folder.resolve() for folder in finished(Path(resume))[:1]]

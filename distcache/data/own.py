@@ -146,7 +146,7 @@ class OwnBatches:
         else:
             begun, self._again = self._earlier or position, 1 if self._earlier else 0
         state = begun["loader"] if self.stateful else None
-        drawn = begun.get("draws", ())
+        drawn = begun["draws"]
         if state is not None or begun["epoch"] or drawn:
             self._drop_items()  # what was looked at is of another place
         if drawn:
@@ -341,21 +341,11 @@ def _packed(position: Any) -> bytes:
     return file.getvalue()
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads pickles of what Python has built in."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Raises UnpicklingError."""
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
 def read_position(position: bytes) -> Any:
-    """The position in what `OwnBatches.position` gave. Raises ConfigError."""
+    """Return the position that `OwnBatches.position` packed. Raises ConfigError."""
     try:
-        if position[:1] == pickle.PROTO:  # of a checkpoint of format 2
-            return _PlainUnpickler(io.BytesIO(position)).load()
         return load_plain(position)
-    except (DataError, pickle.UnpicklingError) as error:
+    except DataError as error:
         raise ConfigError(
             "the loader's state_dict() is no position that a checkpoint can have, which holds "
             f"numbers, texts, tensors, and lists and dictionaries of these alone: {error}"

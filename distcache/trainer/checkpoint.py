@@ -35,9 +35,7 @@ from distcache.trainer.manifest import (
     FORMAT,
     MANIFEST,
     METADATA,
-    SUMS,
     TABLES,
-    TRAINER_KEY,
     BlockReader,
     BlockWriter,
     Manifest,
@@ -439,14 +437,15 @@ def save(
 
 
 def finished(path: Path) -> list[Path]:
-    """The checkpoints that `path` is or has, the newest step first: a run folder, its
-    `checkpoints/`, or one of these, whole or damaged; those of format 2 come last."""
+    """Return the checkpoints in `path`, complete or damaged, the newest step first.
+
+    `path`: a run folder, its `checkpoints/`, or one checkpoint.
+    """
     if any((path / name).is_file() for name in (MANIFEST, METADATA)):
         return [path]
     steps = [*path.glob(f"{CHECKPOINTS}/step_*/{MANIFEST}"), *path.glob(f"step_*/{MANIFEST}")]
     by_step = {(len(own.parent.name), own.parent.name): own.parent for own in steps}
-    old = [own for own in (path / "model", path / "model.old") if (own / SUMS).is_file()]
-    return [by_step[step] for step in sorted(by_step, reverse=True)] + old
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def find(path: Path) -> Path:
@@ -520,8 +519,7 @@ def compare(folder: Path, identity: Identity, world: World, same_data: bool = Tr
         )
     if other and world.is_first:
         logger.warning("resuming on other data than those of %s: %s", folder, other)
-    # The phase is one of these data; checkpoints of older versions have none.
-    phase = None if other else saved.get("phase")
+    phase = None if other else saved["phase"]  # other data have other phases
     digest = bytes.fromhex(saved["loss_digest"])
     state = TrainerState(saved["step"], digest, Phase(**phase) if phase else None)
     return Start(state, folder, manifest)
@@ -566,7 +564,7 @@ def fill(
     Ranks may ask for different values: those that share memory need to read it only once. DCP
     refuses a value that is asked for and not there; here is the reverse.
     """
-    known = set[str]().union(*together(world, lambda: {*tensors, *others}), {TRAINER_KEY})
+    known = set[str]().union(*together(world, lambda: {*tensors, *others}))
     stored = reader.values.state_dict_metadata
     unread = sorted(
         name
@@ -591,10 +589,9 @@ def check(folder: Path, header: Mapping[str, Any], identity: Identity) -> None:
     modes = {saved["mode"], identity["mode"]}
     alike = modes <= ONE_FORMAT or optimizer in HYBRID_HAS
     free = ("mode", "world_size") if alike else ()
-    both = "model" in saved and "model" in identity  # older ones, and loops, have none
     found = [
         {key: run[name] for name, key in KEYS.items() if name not in free}
-        | {f"model.{key}": value for key, value in (run["model"] if both else {}).items()}
+        | {f"model.{key}": value for key, value in run["model"].items()}
         | {"the number of tables": len(run["tables"])}
         | {
             f"table {number}": " ".join(["{} with {} rows x {}".format(*own), *own[3:]])

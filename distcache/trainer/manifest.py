@@ -7,7 +7,6 @@ brought its files and the folder to the disk. No folder is renamed: network file
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -44,15 +43,17 @@ from distcache.trainer.manifest_checks import FORMAT, check_files, check_header,
 TABLES = "tables."
 """What begins the names of tables' values; `CHANGED` before these: of their rows that changed."""
 
-MANIFEST, METADATA, SUMS = "manifest.json", ".metadata", "checksums.json"
-"""Files of a checkpoint: what belongs to it, written last; DCP's list of values; format 2's sums.
-"""
+MANIFEST = "manifest.json"
+"""Name of the file that lists the files of a checkpoint; written last."""
+
+METADATA = ".metadata"
+"""Name of DCP's file that lists the values of a checkpoint."""
+
+_SUMS_OF_FORMAT_2 = "checksums.json"
+"""A file of checkpoints of format 2 only, by which these are recognized and refused."""
 
 UNFINISHED = ".manifest"
 """A manifest that is being written."""
-
-TRAINER_KEY = "trainer"
-"""Format 2: the name, beside the mode's values, of the JSON text that a manifest has now."""
 
 WAY_OUT = "resume from another checkpoint, or from a copy of this one"
 
@@ -102,16 +103,16 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint of any format, whose files are there in their lengths, as
-        are those of the one that it rests on.
+        """Return the manifest of a checkpoint, after a check that all files of it and of the
+        checkpoint that it rests on exist in their lengths.
 
-        Raises DataError for one that is damaged or lacks a file, and names which of both it is;
-        ConfigError for one of a newer format.
+        Raises DataError, with the name of the folder, if one of both is damaged or lacks a file;
+        ConfigError for another format.
         """
         if not (folder / MANIFEST).is_file():
-            found = _of_format_2(folder)
-            found._check_header(folder)
-            return found
+            if (folder / _SUMS_OF_FORMAT_2).is_file():
+                raise _other_format(folder, 2)
+            raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
         found = _read_manifest(folder)
         found._check_files(folder)
         found._check_header(folder)
@@ -143,17 +144,13 @@ class Manifest:
                 raise _damaged(folder, name, 1)
 
     def _check_header(self, folder: Path) -> None:
-        """Raise ConfigError for a format that is not read here, DataError for a header that is not
-        one of it."""
-        form = self.header.get("format")
-        if type(form) is int and form > FORMAT:
-            raise ConfigError(
-                f"{folder} has checkpoint format {form}, this version reads up to {FORMAT}: resume "
-                "with the version that wrote it"
-            )
+        """Raise ConfigError for a format that is not read here, DataError for an invalid header."""
+        version = self.header.get("format")
+        if type(version) is int and version != FORMAT:
+            raise _other_format(folder, version)
         try:
-            if type(form) is not int or form < 2:
-                raise ValueError(f"'format' is {form!r}, and must be 2 or {FORMAT}")
+            if type(version) is not int:
+                raise ValueError(f"'format' is {version!r}, and must be {FORMAT}")
             check_header(self.header)
         except ValueError as error:
             raise DataError(
@@ -223,10 +220,9 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def rests_on(folder: Path) -> Path | None:
-    """The folder of the whole checkpoint beside the one in `folder` on which that rests, whether
-    there or not; None where it is whole itself. Raises DataError for a damaged manifest."""
-    is_of_now = (folder / MANIFEST).is_file()
-    return _base_folder(folder, _read_manifest(folder).header) if is_of_now else None
+    """Return the folder of the whole checkpoint that the one in `folder` rests on, which may not
+    exist; None if the one in `folder` is whole. Raises DataError for a damaged manifest."""
+    return _base_folder(folder, _read_manifest(folder).header)
 
 
 def _base_folder(folder: Path, header: Mapping[str, Any]) -> Path | None:
@@ -237,6 +233,14 @@ def _base_folder(folder: Path, header: Mapping[str, Any]) -> Path | None:
         raise DataError(f"the checkpoint {folder} rests on {name!r}, which is not beside it")
     unclear = folder.is_symlink() or folder.name in ("", "..")
     return (folder.resolve() if unclear else folder).parent / name
+
+
+def _other_format(folder: Path, version: int) -> ConfigError:
+    return ConfigError(
+        f"{folder} has checkpoint format {version}, and this version of distcache reads format "
+        f"{FORMAT}: resume with the version of distcache that wrote it, or export its tables with "
+        "that version (python -m distcache.export) and start from them by trainer.init_from"
+    )
 
 
 def _damaged(folder: Path, names: str, count: int) -> DataError:
@@ -637,43 +641,3 @@ def as_bytes(value: Any) -> Tensor:
     those of JSON."""
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].clone()
-
-
-# -----------------------------------------------------------------------------
-# Format 2: no manifest, but a file of SHA-256 sums, and what the run says of it among the values.
-
-
-def _of_format_2(folder: Path) -> Manifest:
-    """A manifest of a checkpoint that has none, all of whose files are read for it."""
-    if not (folder / SUMS).is_file():
-        raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
-    try:
-        with open_plain(folder / SUMS) as file:
-            found = json.loads(file.read())
-        sums = {name: (size, sha) for name, (size, sha) in found.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{folder / SUMS} is damaged ({error}): {WAY_OUT}") from error
-    Manifest({}, {name: [(size, 0)] for name, (size, _) in sums.items()})._check_files(folder)
-    for name, (_, sha) in sums.items():
-        with open_plain(folder / name) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha:
-                raise _damaged(folder, name, len(sums))
-    if METADATA not in sums:
-        raise _damaged(folder, METADATA, len(sums))
-    with open_plain(folder / METADATA) as file:
-        values = _read_metadata(folder, file.read())
-    ends = {name: {size} for name, (size, _) in sums.items()}
-    for info in values.storage_data.values():
-        ends.setdefault(info.relative_path, set()).add(info.offset + info.length)
-    files = dict[str, list[Mark]]()
-    for name in sums:
-        files[name], start, crc = [], 0, 0
-        with open_plain(folder / name) as file:
-            for end in sorted(ends[name]):
-                start, crc = end, zlib.crc32(file.read(end - start), crc)
-                files[name].append((end, crc))
-    header = BlockReader(folder, Manifest({}, files)).whole(TRAINER_KEY)
-    try:
-        return Manifest(dict(json.loads(json.loads(header.numpy().tobytes()))), files)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder} has no header ({error}): {WAY_OUT}") from error

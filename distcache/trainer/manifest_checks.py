@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 FORMAT = 3
-"""Version of what a checkpoint holds. 2 had a file of SHA-256 sums in place of a manifest."""
+"""Version of the layout of a checkpoint. No other version is read."""
 
 # -----------------------------------------------------------------------------
 # The header: JSON values of known types.
@@ -89,7 +89,7 @@ _RUN: _Schema = {
     **dict.fromkeys(("mode", "dtype", "optimizer"), (_is_text, "text")),
     **dict.fromkeys(("world_size", "global_batch_size"), (_is_count, _COUNT)),
     "seed": (_is_int, "a whole number"),
-    "model": (_optional(_is_mapping), "a mapping"),
+    "model": (_is_mapping, "a mapping"),
     "steps_per_epoch": (_optional(_is_count), _COUNT),
     "tables": (_list_of(_is_table), "a list of [name, rows, width]"),
     "data": (_list_of(_is_pair), "a list of pairs of texts"),
@@ -106,7 +106,7 @@ _LOOP: _Schema = {
     "ranks": (lambda value: _is_count(value) and value > 0, "a whole number of at least 1"),
 }
 _BASE: _Schema = dict.fromkeys(("folder", "crc32"), (_is_text, "text"))
-_MAY_LACK = {"metrics", "versions", "config", "phase", "model"}
+_MAY_LACK = {"metrics", "versions", "config"}
 
 
 def check_header(header: Mapping[str, Any]) -> None:

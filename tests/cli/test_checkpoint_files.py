@@ -1,8 +1,6 @@
-"""`distcache.checkpoint`: whether checkpoints are whole, what they hold, and format 2's."""
+"""`distcache.checkpoint`: verification of checkpoints, and their content."""
 
 from __future__ import annotations
-
-import shutil
 
 import checkpoints
 import pytest
@@ -32,12 +30,6 @@ def test_what_checkpoints_are(world, tmp_path, capsys):
     (folder / "__0_0.distcp").write_bytes(bytes((folder / "__0_0.distcp").stat().st_size))
     text = said(f"verify={run}", code=1)
     assert text.count("is intact") == 1 and "step_00000012 is damaged: __0_0.distcp" in text
-    shutil.rmtree(run)
-    checkpoints.save_format_2(run / "model", VALUES, IDENTITY, TrainerState(3))
-    assert "step: 3" in said(f"show={run}") and "is intact" in said(f"verify={run}/model")
-    mode = checkpoints.Plain({name: torch.zeros_like(value) for name, value in VALUES.items()})
-    assert checkpoints.resume(run / "model", mode, IDENTITY, world) == TrainerState(3)
-    assert torch.equal(mode.values["tables.t.weight"], VALUES["tables.t.weight"])
     assert "there is no checkpoint" in said(f"verify={tmp_path}", code=1)
 
 

@@ -272,7 +272,7 @@ HEADERS |= {
     f"{'.'.join(path)}={value!r}"[:40]: (with_value(value, *path), ".".join(path))
     for value, *path in (
         *(("four", "step"), (-1, "step"), (True, "step"), (None, "step"), (10**30, "step")),
-        *(("3", "format"), (None, "format"), (1, "format"), ("zz", "loss_digest")),
+        *(("3", "format"), (None, "format"), ("zz", "loss_digest")),
         *(([], "run"), ("all", "run", "tables"), ([["t", "9", 4]], "run", "tables")),
         *(([1], "run", "data"), ("one", "run", "world_size"), (1, "metrics"), (1, "phase")),
         *(({}, "phase"), (5, "base"), ({"folder": "step_00000002"}, "base")),
@@ -304,13 +304,27 @@ def test_marks_of_blocks_that_are_invalid_are_refused_by_their_file(copy, capsys
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "checkpoint"])
-def test_a_newer_format_is_refused_by_every_command(copy, tmp_path, name):
+def test_another_format_is_refused_by_every_command(copy, tmp_path, name):
     body = body_of(copy)
     body["header"]["format"] = 4
     sign(copy, body)
     code, output = command(*COMMANDS[name](copy), folder=tmp_path)
     assert code == 1 and "Traceback" not in output
-    assert f"{copy} has checkpoint format 4, this version reads up to" in output
+    assert f"{copy} has checkpoint format 4, and this version of distcache reads format 3" in output
+    assert "trainer.init_from" in output
+
+
+def test_an_older_format_is_refused_with_its_number(copy, capsys):
+    body = body_of(copy)
+    body["header"]["format"] = 1
+    sign(copy, body)
+    assert checkpoint.main([f"verify={copy}"]) == 1
+    (copy / "manifest.json").unlink()
+    (copy / "checksums.json").write_text("{}")  # what format 2 has in its place
+    assert checkpoint.main([f"verify={copy}"]) == 1
+    output = "".join(capsys.readouterr())
+    for version in (1, 2):
+        assert f"{copy} has checkpoint format {version}, and this version of distcache" in output
 
 
 @pytest.mark.parametrize(

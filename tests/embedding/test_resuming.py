@@ -332,11 +332,11 @@ def test_another_loops_checkpoint_is_refused_by_name_and_changes_nothing(saved, 
         manifest = Manifest.read(saved)
         del manifest.header["loop"]
         described = dict(mode="data", world_size=1, dtype="float32", optimizer="sgd", seed=0)
-        described |= dict(global_batch_size=8, steps_per_epoch=None, tables=[], data=[])
-        manifest.header.update(run=described, loss_digest="")
+        described |= dict(global_batch_size=8, steps_per_epoch=None, tables=[], data=[], model={})
+        manifest.header.update(run=described, loss_digest="", phase=None)
         (saved / "manifest.json").unlink()
         manifest.write(saved)
-        match = "no checkpoint of distcache.save.*trainer.resume"
+        match = "a checkpoint of a run, not of distcache.save: resume it with trainer.resume"
     before = weights_of(loop.model)
     with pytest.raises(ConfigError, match=match):
         distcache.load(saved, loop.model, loop.all)
