@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -326,3 +328,81 @@ def classify(
             bits[start // 8 : start // 8 + len(packed)] = packed
             bar.update(len(some))
     return bits.view(np.uint64)
+
+
+# -----------------------------------------------------------------------------
+# Hot and cold phases of an epoch: how long each is, and what the held-out loss does to that.
+#
+# The shuffle scheduler of FAE (Adnan et al., VLDB 2022): a share r of the hot batches, then as much
+# of the cold ones, and so on. Where the held-out loss rises over a phase, r is halved; after
+# `STEADY_FALLS` falls in a row it is doubled.
+
+STEADY_FALLS = 4
+"""Consecutive falls of the held-out loss after which the rate is doubled."""
+
+Sizes = Callable[[int], tuple[int, int]]
+"""Hot and cold batches of an epoch."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """State of the phases of hot and cold batches; part of a checkpoint.
+
+    `hot`, `cold`: trained batches of `epoch`; `kind`: kind of this phase, empty before the first;
+    `left`: batches that remain in it; `until`: share of the epoch's batches of each kind that are
+    trained when this phase and its partner have ended; `rate`: r; `falls`: consecutive falls of
+    the held-out loss; `loss`: the last held-out loss; `due`: the phase has ended and its
+    evaluation has not been used yet.
+    """
+
+    rate: float
+    epoch: int = 0
+    hot: int = 0
+    cold: int = 0
+    kind: str = ""
+    left: int = 0
+    until: float = 0.0
+    falls: int = 0
+    loss: float | None = None
+    due: bool = False
+
+    def forward(self, batches: int = 1) -> Phase:
+        """Return the state after `batches` more batches of this phase, 1 to `left`."""
+        left = self.left - batches
+        done = getattr(self, self.kind) + batches
+        return replace(self, left=left, due=left == 0, **{self.kind: done})
+
+    def next(self, sizes: Sizes) -> Phase:
+        """Return the next phase that is not empty, of the same or the next epoch."""
+        phase = self
+        while True:
+            hot, cold = sizes(phase.epoch)
+            if phase.kind == HOT and phase.cold < (end := math.ceil(phase.until * cold)):
+                return replace(phase, kind=COLD, left=end - phase.cold, due=False)
+            if (phase.hot, phase.cold) == (hot, cold):
+                phase = replace(phase, epoch=phase.epoch + 1, hot=0, cold=0, kind="", until=0.0)
+                continue
+            until = phase.until + phase.rate
+            phase = replace(phase, until=1.0 if until > 1 - 1e-9 else until, kind=HOT)
+            if phase.hot < (end := math.ceil(phase.until * hot)):
+                return replace(phase, left=end - phase.hot, due=False)
+
+    def learn(self, loss: float | None, least: float) -> Phase:
+        """Return the state after the evaluation at the end of this phase.
+
+        `loss`: the held-out loss; None leaves the rate as it is. The rate is not lowered below
+        `least`, nor raised above 1.
+        """
+        if loss is None:
+            return replace(self, due=False)
+        rate = self.rate
+        falls = self.falls
+        if self.loss is not None and loss > self.loss:
+            rate = max(rate / 2, min(rate, least))
+            falls = 0
+        elif self.loss is not None and loss < self.loss:
+            falls += 1
+            if falls == STEADY_FALLS:
+                rate = min(2 * rate, 1.0)
+                falls = 0
+        return replace(self, rate=rate, falls=falls, loss=loss, due=False)

@@ -31,6 +31,7 @@ from distcache.engine.whole import CHANGED, ChangedRows, Snapshot
 from distcache.errors import ConfigError, DataError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
+from distcache.popularity.hot_cold import Phase
 from distcache.trainer.manifest import (
     FORMAT,
     MANIFEST,
@@ -41,7 +42,6 @@ from distcache.trainer.manifest import (
     Manifest,
     as_bytes,
 )
-from distcache.trainer.schedule import Phase
 
 # -----------------------------------------------------------------------------
 # Whether all nodes see one and the same folder, as checkpoints and traces need it.

@@ -27,7 +27,8 @@ from distcache.comm.rendezvous import shutdown_timeout
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
 from distcache.parallel.base import Parallel, StepResult
-from distcache.trainer.schedule import Phase, Schedule
+from distcache.popularity.hot_cold import Phase
+from distcache.trainer.schedule import Schedule
 
 # -----------------------------------------------------------------------------
 # AUC, log loss and normalised entropy of click predictions: NumPy, float64, exact.

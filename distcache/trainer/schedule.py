@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -13,82 +12,10 @@ from distcache.config.tree import Config
 from distcache.data.batch import Batch, BatchSource
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec, group_tables
-from distcache.popularity import hot_cold
 from distcache.popularity.curve import Curve, most_frequent
+from distcache.popularity.hot_cold import HotColdSource, HotSet, Phase, Sizes, rows_that_fit
 from distcache.popularity.statistics import Statistics
 from distcache.trainer.plan_cache import read_checked, request_of
-
-# -----------------------------------------------------------------------------
-# Hot and cold phases of an epoch: how long each is, and what the held-out loss does to that.
-#
-# The shuffle scheduler of FAE (Adnan et al., VLDB 2022): a share r of the hot batches, then as much
-# of the cold ones, and so on. Where the held-out loss rises over a phase, r is halved; after
-# `STEADY_FALLS` falls in a row it is doubled.
-
-STEADY_FALLS = 4
-"""Falls of the held-out loss in a row after which the rate is doubled."""
-
-Sizes = Callable[[int], tuple[int, int]]
-"""Hot and cold batches of an epoch."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Where training stands among the phases; part of a checkpoint.
-
-    `hot`, `cold`: batches of `epoch` that are trained; `kind`: of this phase, empty before the
-    first; `left`: its batches to come; `until`: share of the epoch's batches of each kind that are
-    trained when this phase and its partner have ended; `rate`: r; `falls`: of the held-out loss
-    in a row; `loss`: the last one; `due`: whether the phase has ended and its evaluation has not
-    been looked at.
-    """
-
-    rate: float
-    epoch: int = 0
-    hot: int = 0
-    cold: int = 0
-    kind: str = ""
-    left: int = 0
-    until: float = 0.0
-    falls: int = 0
-    loss: float | None = None
-    due: bool = False
-
-    def forward(self, batches: int = 1) -> Phase:
-        """After so many more batches of this phase, 1 to `left`."""
-        done, left = {self.kind: getattr(self, self.kind) + batches}, self.left - batches
-        return replace(self, left=left, due=left == 0, **done)
-
-    def next(self, sizes: Sizes) -> Phase:
-        """The phase after this one, which has ended: not empty, of the same or the next epoch."""
-        phase = self
-        while True:
-            hot, cold = sizes(phase.epoch)
-            if phase.kind == hot_cold.HOT and phase.cold < (end := math.ceil(phase.until * cold)):
-                return replace(phase, kind=hot_cold.COLD, left=end - phase.cold, due=False)
-            if (phase.hot, phase.cold) == (hot, cold):
-                phase = replace(phase, epoch=phase.epoch + 1, hot=0, cold=0, kind="", until=0.0)
-                continue
-            until = phase.until + phase.rate
-            phase = replace(phase, until=1.0 if until > 1 - 1e-9 else until, kind=hot_cold.HOT)
-            if phase.hot < (end := math.ceil(phase.until * hot)):
-                return replace(phase, left=end - phase.hot, due=False)
-
-    def learn(self, loss: float | None, least: float) -> Phase:
-        """After the evaluation at the end of this phase; a loss that does not exist says nothing.
-
-        The rate is not lowered below `least`, nor raised above 1.
-        """
-        if loss is None:
-            return replace(self, due=False)
-        rate, falls = self.rate, self.falls
-        if self.loss is not None and loss > self.loss:
-            rate, falls = max(rate / 2, min(rate, least)), 0
-        elif self.loss is not None and loss < self.loss:
-            falls += 1
-            if falls == STEADY_FALLS:
-                rate, falls = min(2 * rate, 1.0), 0
-        return replace(self, rate=rate, falls=falls, loss=loss, due=False)
 
 
 @dataclass
@@ -247,8 +174,8 @@ def arrange(
     if config.data.batching == "as_is":
         return source
     statistics: Any = read_checked(config, tables, source)  # there are some, or it was refused
-    hot = hot_cold.HotSet(statistics, choose(config, world, statistics, tables))
-    return hot_cold.HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
+    hot = HotSet(statistics, choose(config, world, statistics, tables))
+    return HotColdSource(source, hot, show=world.is_first, world=world)  # type: ignore[arg-type]
 
 
 def choose(
@@ -265,7 +192,7 @@ def choose(
         found = [0] * len(tables)  # the same at every number of ranks
         for members, count in zip(groups, slots_of(1), strict=True):
             own = [curves[index] for index in members]
-            hot = hot_cold.rows_that_fit(own, count, config.data.global_batch_size)
+            hot = rows_that_fit(own, count, config.data.global_batch_size)
             for index, rows in zip(members, hot, strict=True):
                 found[index] = rows
         return found

@@ -31,7 +31,7 @@ from distcache.errors import (
 )
 from distcache.layout import TableSpec
 from distcache.parallel.base import LateResult, Parallel, Step, StepResult, tf32
-from distcache.popularity.hot_cold import HotColdSource
+from distcache.popularity.hot_cold import HotColdSource, Phase
 from distcache.stopping import StopRequest
 from distcache.trainer import build, checkpoint
 from distcache.trainer.checkpoint import (
@@ -58,7 +58,7 @@ from distcache.trainer.record import (
     stages,
 )
 from distcache.trainer.saving import Keeping, Saver
-from distcache.trainer.schedule import Phase, PhasedSchedule, Schedule, arrange, make_schedule
+from distcache.trainer.schedule import PhasedSchedule, Schedule, arrange, make_schedule
 from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 

@@ -11,15 +11,8 @@ import numpy as np
 import pytest
 from toy_parallel import ToySource
 
-from distcache.popularity.hot_cold import COLD, HOT
-from distcache.trainer.schedule import (
-    STEADY_FALLS,
-    Phase,
-    PhasedSchedule,
-    Schedule,
-    Sizes,
-    make_schedule,
-)
+from distcache.popularity.hot_cold import COLD, HOT, STEADY_FALLS, Phase, Sizes
+from distcache.trainer.schedule import PhasedSchedule, Schedule, make_schedule
 
 
 @pytest.mark.parametrize(
