@@ -26,13 +26,23 @@ from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import compose_setting
 from benchmarks.turns import RATIO_COLUMNS, ratio_record, shown, spread, take_turns
+from distcache.checkpoint.files import CHECKPOINTS, file_world, make_room, write_checkpoint
+from distcache.checkpoint.saver import Keeping, Saver
+from distcache.checkpoint.state import (
+    Identity,
+    Start,
+    TrainerState,
+    capture,
+    compare,
+    load_checkpoint,
+    most_bytes,
+)
+from distcache.checkpoint.writer import BLOCK_BYTES
 from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY
 from distcache.parallel.base import Parallel
-from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import BLOCK_BYTES, CHECKPOINTS, Start, TrainerState, file_world
-from distcache.trainer.saving import Keeping, Saver
+from distcache.trainer import build
 from distcache.trainer.trainer import identity_of
 
 log = logging.getLogger("distcache.benchmarks.checkpoint")
@@ -69,7 +79,7 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
         try:
             with (
                 scratch(world, options.folder) as home,
-                file_world(world, checkpoint.most_bytes(identity)) as files,
+                file_world(world, most_bytes(identity)) as files,
             ):
                 records = rates(Files(mode, files, home, header, identity), options.repetitions)
                 if world.size == 1:
@@ -103,7 +113,7 @@ class Files:
     world: World
     home: Path
     header: Record
-    identity: checkpoint.Identity
+    identity: Identity
 
     def __post_init__(self) -> None:
         self.folder = self.home / CHECKPOINTS / "step_00000001"
@@ -128,14 +138,14 @@ class Files:
 
     def save(self) -> None:
         """A checkpoint."""
-        values = checkpoint.captured(self.mode, {}, False)
+        values = capture(self.mode, {}, False)
         header = self.header | TrainerState(1).header()
-        checkpoint.save(self.folder, values, header, self.world)
+        write_checkpoint(self.folder, values, header, self.world)
 
     def restore(self) -> None:
         """Read it again, compared with its checksums."""
-        start = checkpoint.compare(self.folder, self.identity, self.world)
-        checkpoint.load(start, self.mode, self.world)
+        start = compare(self.folder, self.identity, self.world)
+        load_checkpoint(start, self.mode, self.world)
 
     def write(self) -> None:
         """A plain file."""
@@ -177,7 +187,7 @@ def rates(files: Files, repetitions: int) -> list[Record]:
     for repetition in range(repetitions):
         log.info("files, repetition %d", repetition)
         files.plain.unlink(missing_ok=True)
-        checkpoint.make_room(files.world, files.folder)
+        make_room(files.world, files.folder)
         for part, paths in ((writers, []), (readers, [files.folder, files.plain])):
             order = list(part)[:: 1 if repetition % 2 else -1]
             for name in order:

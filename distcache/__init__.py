@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distcache import optim
+    from distcache.checkpoint.loop import load, save
     from distcache.embedding import (
         CachedEmbedding,
         CachedEmbeddingBag,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from distcache.engine.gradients import DenseGradients
     from distcache.fitting import fit
     from distcache.layout import TableSpec
-    from distcache.resuming import load, save
     from distcache.stopping import StopRequest
 
 __all__ = [
@@ -55,8 +55,8 @@ _MODULES = {
     "StopRequest": "distcache.stopping",
     "TableSpec": "distcache.layout",
     "fit": "distcache.fitting",
-    "load": "distcache.resuming",
-    "save": "distcache.resuming",
+    "load": "distcache.checkpoint.loop",
+    "save": "distcache.checkpoint.loop",
 }
 """Where names are that `distcache.embedding`, with TorchRec, does not have."""
 

@@ -21,6 +21,8 @@ import numpy as np
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from distcache.checkpoint.files import file_world
+from distcache.checkpoint.state import load_checkpoint, most_bytes
 from distcache.cli.compose import Composed, Line, read_line, to_config
 from distcache.cli.run import leave, open_folder
 from distcache.comm.link import on_first
@@ -35,7 +37,6 @@ from distcache.errors import DataError
 from distcache.parallel.base import tf32
 from distcache.train import in_world, launch
 from distcache.trainer import build
-from distcache.trainer.checkpoint import file_world, load, most_bytes
 from distcache.trainer.record import Evaluation
 from distcache.trainer.schedule import make_schedule
 from distcache.trainer.trainer import find_starts, identity_of
@@ -139,7 +140,7 @@ def _evaluate(config: Config, world: World, predictions: Path | None, metrics: P
     try:
         with file_world(world, most_bytes(identity)) as files:
             try:
-                load(start, mode, files)
+                load_checkpoint(start, mode, files)
             except DataError as error:
                 starts.throw(error)  # raises it, with the name of an intact checkpoint
         with tf32(config.trainer.tf32):

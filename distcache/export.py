@@ -54,7 +54,7 @@ def go(line: Line[ExportConfig], command: Sequence[str]) -> int:
     if given.rows and (given.since or len(given.tables) != 1):
         raise ConfigError(f"rows={given.rows}: give the one table with these ids by tables=<name>")
     # Imported here: `--help` needs no trainer.
-    from distcache.trainer.checkpoint import find, naming_intact
+    from distcache.checkpoint.files import find, naming_intact
 
     with renamed("resume"):
         folder = find(Path(given.resume))
@@ -74,8 +74,8 @@ def _write(given: ExportConfig, folder: Path) -> None:
         (name,) = given.tables
         rows = {name: read_ids(Path(given.rows), chosen[name].shape[0])}
     if given.since:
-        from distcache.trainer.checkpoint import find
-        from distcache.trainer.weights import weights_since
+        from distcache.checkpoint.files import find
+        from distcache.checkpoint.weights import weights_since
 
         with renamed("since"):
             since = find(Path(given.since))
@@ -101,7 +101,7 @@ def renamed(key: str) -> Iterator[None]:
 
 def tables_of(key: str, folder: Path) -> dict[str, Stored]:
     """The weights by table in the checkpoint `folder`, which `key` names."""
-    from distcache.trainer.weights import checkpoint_values
+    from distcache.checkpoint.weights import checkpoint_values
 
     with renamed(key):
         stored = checkpoint_values(folder)

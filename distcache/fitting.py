@@ -19,6 +19,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from distcache.checkpoint.state import Start, TrainerState, load_checkpoint
 from distcache.comm.link import agree_on, agree_on_versions, on_first, together
 from distcache.comm.rendezvous import ErrorReports
 from distcache.comm.world import World, close_world, current_world, open_world
@@ -37,8 +38,7 @@ from distcache.data.own import (
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec, lookup_names
 from distcache.train import is_restart, new_run_dir, run_dir_of_job, run_folder
-from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import Start, TrainerState
+from distcache.trainer import build
 from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
@@ -99,7 +99,7 @@ class OwnRun(Run):
             return
         world, was = self.world, start.manifest.header["run"]["world_size"]
         own = {_key(rank): b"" for rank in (range(was) if was != world.size else [world.rank])}
-        checkpoint.load(start, self.mode, files, own)
+        load_checkpoint(start, self.mode, files, own)
         where = f"step {start.state.step:,} was saved by {was} rank(s), here are {world.size}"
         found, moved = list[dict[str, Any]](), was != world.size
 

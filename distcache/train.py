@@ -113,7 +113,7 @@ def agree(
 def of_this_generation(text: str) -> str:
     """A configuration with the run folder that the first ranks of this torchrun job have taken, and
     with the checkpoints there, if torchrun has started the ranks again."""
-    from distcache.trainer.checkpoint import finished
+    from distcache.checkpoint.files import finished
 
     config = OmegaConf.create(text)
     config.run.dir = run_dir_of_job(config.run.dir)
@@ -204,7 +204,7 @@ def run_folder(
     Raises ConfigError where another run has the folder, or not all nodes see it. A start that is
     refused before its first step leaves no new folder.
     """
-    from distcache.trainer.checkpoint import check_run_folder
+    from distcache.checkpoint.files import check_run_folder
 
     run_dir, begun = Path(config.run.dir), list[Callable[[], None] | None]()
     with ExitStack() as stack:
@@ -229,7 +229,7 @@ def open_run_folder(
     `run.overwrite` is set: what that run measured and saved is then removed. One that is
     `restarted` goes on with what it left.
     """
-    from distcache.trainer.checkpoint import finished
+    from distcache.checkpoint.files import finished
 
     kept = [] if restarted else left_over(run_dir, config)
     if kept and not config.run.overwrite:
@@ -279,7 +279,7 @@ def left_over(run_dir: Path, config: Config) -> list[Path]:
     A folder without a complete checkpoint belongs to the run with this configuration: it was killed
     before the first one, and nothing is lost when it starts from the beginning.
     """
-    from distcache.trainer.checkpoint import finished
+    from distcache.checkpoint.files import finished
 
     files, resume, overwrite = results_in(run_dir), config.trainer.resume, config.run.overwrite
     is_own = is_unfinished_start(run_dir, files) and not other_settings(run_dir, config)
@@ -307,7 +307,7 @@ def is_unfinished_start(run_dir: Path, results: Sequence[Path]) -> bool:
 def other_settings(run_dir: Path, config: Config) -> str:
     """In words, how the run that `config.yaml` in `run_dir` describes differs from `config` in the
     keys that decide its numbers; "" where it does not, or the file is missing or incomplete."""
-    from distcache.trainer.checkpoint import differences
+    from distcache.checkpoint.files import differences
 
     try:
         was = yaml.safe_load((run_dir / "config.yaml").read_text())

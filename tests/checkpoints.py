@@ -12,10 +12,18 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from distcache.checkpoint.files import file_world, find, make_room, write_checkpoint
+from distcache.checkpoint.manifest import Manifest
+from distcache.checkpoint.reader import BlockReader
+from distcache.checkpoint.state import (
+    Identity,
+    TrainerState,
+    capture,
+    compare,
+    load_checkpoint,
+    most_bytes,
+)
 from distcache.comm.world import World
-from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import Identity, TrainerState, file_world, most_bytes
-from distcache.trainer.manifest import BlockReader, Manifest
 
 
 class Plain:
@@ -46,8 +54,8 @@ def save(folder: Path, mode: Any, identity: Identity, state: TrainerState, world
     """Write a checkpoint of `mode`; by all ranks."""
     header = {"run": identity} | state.header()
     with file_world(world, most_bytes(identity)) as files:
-        checkpoint.make_room(files, folder)
-        checkpoint.save(folder, checkpoint.captured(mode, {}, False), header, files)
+        make_room(files, folder)
+        write_checkpoint(folder, capture(mode, {}, False), header, files)
 
 
 def resume(
@@ -55,8 +63,8 @@ def resume(
 ) -> TrainerState:
     """Compare, then load, as a run does; the state of training."""
     with file_world(world, most_bytes(identity)) as files:
-        start = checkpoint.compare(checkpoint.find(path), identity, files, same_data)
-        checkpoint.load(start, mode, files)
+        start = compare(find(path), identity, files, same_data)
+        load_checkpoint(start, mode, files)
     return start.state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from ranks import share_all
 from distcache.comm.world import World, close_world, open_world
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-LONG = ("docs", "end_to_end", "trainer", "parallel", "pipeline", "embedding", "nodes")
+LONG = ("docs", "end_to_end", "trainer", "checkpoint", "parallel", "pipeline", "embedding", "nodes")
 STARTED = time.monotonic()
 
 share_all()
@@ -55,6 +56,16 @@ def world() -> Iterator[World]:
     opened = open_world("cpu", "gloo", 60)
     yield opened
     close_world(opened)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with one thread; a look-ahead's own threads must have ended."""
+    torch.set_num_threads(1)
+    yield
+    gc.collect()
+    left = [t for t in threading.enumerate() if t.name.startswith("distcache")]
+    assert not left, "a planner's thread has outlived its loop"
 
 
 def draws_in_full(config: pytest.Config) -> bool:

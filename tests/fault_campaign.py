@@ -32,6 +32,10 @@ from ranks import End, Job, run_ranks
 from scenarios import SmallNet
 from toy_parallel import TABLES, ToyParallel, ToySource, toy_run
 
+from distcache.checkpoint import files, manifest, saver, state, writer
+from distcache.checkpoint.manifest import BlockFile, Manifest
+from distcache.checkpoint.reader import BlockReader
+from distcache.checkpoint.writer import BlockWriter
 from distcache.cli.run import describe_environment, machine_text
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
@@ -43,8 +47,7 @@ from distcache.models import initialise
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.store.old_rows import OldRows
-from distcache.trainer import checkpoint, manifest, saving
-from distcache.trainer.manifest import BlockFile, BlockReader, BlockWriter, Manifest
+from distcache.trainer import trainer
 
 TIMEOUT_S = 40.0
 """`trainer.timeout_s` of the runs, and no survivor may take as long: a death is seen at once."""
@@ -56,20 +59,21 @@ PLACES: dict[str, tuple[Any, str]] = {
     "plan_exchange": (StreamPlanner, "_exchanged"),
     "load": (StreamPlanner, "_deciding"),
     "plan": (StreamPlanner, "_planned"),
-    "a checkpoint's folder": (checkpoint, "make_room"),
-    "its dense state": (checkpoint, "captured"),
+    "a checkpoint's folder": (files, "make_room"),
+    "its dense state": (saver, "capture"),
     "old rows": (OldRows, "_append"),
     "a block's old rows": (Snapshot, "block"),
     "a block": (BlockFile, "write"),
     "fsync of a file": (BlockFile, "__exit__"),
-    "fsync of the folder": (manifest, "sync_folder"),
+    "fsync of the folder": (writer, "sync_folder"),
+    "fsync of the manifest": (manifest, "sync_folder"),
     "list of values": (BlockWriter, "finish"),
     "manifest": (Manifest, "write"),
-    "removal": (checkpoint, "remove"),
-    "pruning": (saving, "prune"),
-    "comparing": (checkpoint, "check"),
+    "removal": (files, "remove"),
+    "pruning": (saver, "prune"),
+    "comparing": (state, "require_same_run"),
     "reading a block": (BlockReader, "_load"),
-    "reading": (checkpoint, "load"),
+    "reading": (trainer, "load_checkpoint"),
 }
 """Where a rank can die beside the stages that `engine.step.running` surrounds."""
 
@@ -201,9 +205,9 @@ def train(rank: int, size: int, home: str, point: Point, death: Death | None) ->
 
 def whole_steps(folder: Path) -> list[int]:
     """The steps of a run's checkpoints; each has its files as they were written."""
-    for path in checkpoint.finished(folder):
+    for path in files.finished(folder):
         Manifest.read(path).verify(path)
-    return sorted(int(path.name[5:]) for path in checkpoint.finished(folder))
+    return sorted(int(path.name[5:]) for path in files.finished(folder))
 
 
 def memory() -> set[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from distcache.checkpoint.files import file_world
 from distcache.comm.link import agree_on, on_first, together
 from distcache.comm.world import World
 from distcache.config.tree import Config
@@ -31,7 +32,6 @@ from distcache.optim import LearningRate, RowUpdate, row_update
 from distcache.parallel.base import Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
-from distcache.trainer.checkpoint import file_world
 from distcache.trainer.plan_cache import (
     expected_rows,
     plan_cache,

@@ -13,6 +13,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distcache.checkpoint.files import file_world, find, finished, naming_intact
+from distcache.checkpoint.saver import Keeping, Saver
+from distcache.checkpoint.state import (
+    Identity,
+    LossChain,
+    Start,
+    TrainerState,
+    compare,
+    load_checkpoint,
+    most_bytes,
+    state_digest,
+)
+from distcache.checkpoint.weights import init_from
 from distcache.comm.link import on_first
 from distcache.comm.world import World
 from distcache.config.checks import cadence
@@ -33,20 +46,7 @@ from distcache.layout import TableSpec
 from distcache.parallel.base import LateResult, Parallel, Step, StepResult, tf32
 from distcache.popularity.hot_cold import HotColdSource, Phase
 from distcache.stopping import StopRequest
-from distcache.trainer import build, checkpoint
-from distcache.trainer.checkpoint import (
-    Identity,
-    LossChain,
-    Start,
-    TrainerState,
-    compare,
-    file_world,
-    find,
-    finished,
-    most_bytes,
-    naming_intact,
-    state_digest,
-)
+from distcache.trainer import build
 from distcache.trainer.record import (
     SUMMARY_KEYS,
     EvalResult,
@@ -57,9 +57,7 @@ from distcache.trainer.record import (
     plain,
     stages,
 )
-from distcache.trainer.saving import Keeping, Saver
 from distcache.trainer.schedule import PhasedSchedule, Schedule, arrange, make_schedule
-from distcache.trainer.weights import init_from
 from distcache.versions import versions_here
 
 logger = logging.getLogger(__name__)
@@ -416,7 +414,7 @@ class Run:
 
     def load(self, start: Start, files: World) -> None:
         """Put the checkpoint of `start`, if it has one, into the mode."""
-        checkpoint.load(start, self.mode, files)
+        load_checkpoint(start, self.mode, files)
 
     def own_state(self, state: TrainerState) -> dict[str, bytes]:
         """Values of this rank alone that belong into a checkpoint at `state`, by unique names."""

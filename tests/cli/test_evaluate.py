@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from launching import train
 
+from distcache.checkpoint.manifest import Manifest
 from distcache.cli.compose import Line, to_config
 from distcache.errors import ConfigError
 from distcache.evaluate import EvaluateConfig, check_outputs, config_of
-from distcache.trainer.manifest import Manifest
 from distcache.trainer.record import auc, log_loss
 
 SMALL = (

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Iterator
 
 import ebc_cases
 import pytest
-import torch
 
 
 @pytest.fixture(params=ebc_cases.KINDS)
@@ -25,13 +22,3 @@ def sequences() -> Iterator[None]:
     ebc_cases.using("sequences")
     yield
     ebc_cases.using("bags")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """PyTorch computes with one thread; a look-ahead's own threads must have ended."""
-    torch.set_num_threads(1)
-    yield
-    gc.collect()
-    left = [t for t in threading.enumerate() if t.name.startswith("distcache")]
-    assert not left, "a planner's thread has outlived its loop"

@@ -23,11 +23,11 @@ from launching import environment, train
 from ranks import Job, free_port, run_ranks
 from toy_parallel import ToyParallel, ToySource, toy_run
 
+from distcache.checkpoint.manifest import BlockFile, Manifest
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
 from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError, DataError
-from distcache.trainer.manifest import BlockFile, Manifest
 
 PROGRAM = ("-m", "distcache.train")
 SMALL = (

@@ -40,6 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from distcache import lookahead
+from distcache.checkpoint import files as checkpoint_files
+from distcache.checkpoint.state import TrainerState
 from distcache.comm.world import Nodes, World, close_world
 from distcache.engine import whole
 from distcache.engine.groups import Placement, TableGroup, make_groups
@@ -48,8 +50,6 @@ from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
 from distcache.planner import shard as relays
 from distcache.store import memory as available
-from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import TrainerState
 
 HALF = replace(table("c", 7, dim=4), dtype=torch.bfloat16)
 TABLES = (table("a", 300), table("b", 40, features=2), HALF)
@@ -398,14 +398,14 @@ def test_from_one_node_to_several_and_back(tmp_path: Path) -> None:
 
 def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     """Save into folders that the two nodes do not share; what `check_run_folder` says of them."""
-    checkpoint.PATIENCE_S = 0.2
+    checkpoint_files.PATIENCE_S = 0.2
     world = open_nodes(rank, (1, 1))
     folder, messages = Path(home, f"node{rank}"), []
     folder.mkdir()
     mode = SimpleNamespace(state_dict=lambda _: {"rows": torch.ones(3)})
     for action in (
         lambda: checkpoints.save(folder / "model", mode, identity(2), TrainerState(1), world),
-        lambda: checkpoint.check_run_folder(world, folder, "run.save=true"),
+        lambda: checkpoint_files.check_run_folder(world, folder, "run.save=true"),
     ):
         with pytest.raises(DistcacheError) as caught:
             action()
@@ -414,9 +414,9 @@ def own_folders(rank: int, size: int, home: str) -> tuple[str, str, list[str]]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    checkpoint.logger.addHandler(handler)
-    checkpoint.check_run_folder(world, folder, None)
-    checkpoint.check_run_folder(world, Path(home), "run.save=true")
+    checkpoint_files.logger.addHandler(handler)
+    checkpoint_files.check_run_folder(world, folder, None)
+    checkpoint_files.check_run_folder(world, Path(home), "run.save=true")
     close_world(world)
     return (*messages, logged)
 

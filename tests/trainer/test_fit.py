@@ -24,6 +24,7 @@ from source_runs import digests
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 import distcache
+from distcache.checkpoint.manifest import Manifest
 from distcache.comm.world import close_world, open_world
 from distcache.config.keys import flat_settings
 from distcache.data.batch import JaggedIds
@@ -33,7 +34,6 @@ from distcache.fitting import _summed, own_config, table_specs
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
-from distcache.trainer.manifest import Manifest
 
 SCENARIO = Scenario((table("t", 300, 8, 3),), row_update("adagrad"), steps=12, weighted=False)
 """Three features on one table; a rank's slice of step s is `SCENARIO.batch(s, rank, world)`."""

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distcache
 from distcache import lookahead
+from distcache.checkpoint.manifest import Manifest
 from distcache.embedding import step as embedding_step
 from distcache.errors import (
     ConfigError,
@@ -41,7 +42,6 @@ from distcache.errors import (
     PeerError,
     PlanError,
 )
-from distcache.trainer.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

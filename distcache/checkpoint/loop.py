@@ -1,9 +1,9 @@
 """`distcache.save` and `distcache.load`: a loop of one's own that stops after any step and goes on
 as if it had not.
 
-A checkpoint has the format of a run's (`trainer.manifest`). Tables and their optimizer state lie in
-it once, in original ids, whatever the ranks. Of all else each rank has its own, and what is the
-same on all of them is written once.
+A checkpoint has the format of a run's. Tables and their optimizer state lie in it once, in
+original ids, whatever the ranks. Of all else each rank has its own, and what is the same on all of
+them is written once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from distcache.checkpoint.files import (
+    differences,
+    file_world,
+    fill,
+    finished,
+    make_room,
+    naming_intact,
+    remove,
+    write_checkpoint,
+)
+from distcache.checkpoint.manifest import MANIFEST, Manifest
+from distcache.checkpoint.reader import BlockReader
+from distcache.checkpoint.writer import TABLES, as_bytes, in_memory
 from distcache.comm.link import agree_on, on_first, together
 from distcache.comm.world import World
 from distcache.data.own import load_plain
@@ -36,18 +49,6 @@ from distcache.embedding.collection import CachedCollection
 from distcache.embedding.optimizer import RowOptimizer, RowsAndDense
 from distcache.embedding.settings import library_words
 from distcache.errors import ConfigError
-from distcache.trainer.checkpoint import (
-    TABLES,
-    differences,
-    file_world,
-    fill,
-    finished,
-    make_room,
-    naming_intact,
-    remove,
-)
-from distcache.trainer.checkpoint import save as write_checkpoint
-from distcache.trainer.manifest import MANIFEST, BlockReader, Manifest, as_bytes, in_memory
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import checkpoints
 import pytest
 import torch
 
-from distcache import checkpoint as entry
-from distcache.trainer.checkpoint import TrainerState
+from distcache.checkpoint import __main__ as entry
+from distcache.checkpoint.state import TrainerState
 
 IDENTITY = checkpoints.identity_of("data", 1, "float32", "sgd", 0, 16, (("t", 5, 4),))
 VALUES = {"tables.t.weight": torch.ones(5, 4), "applied": torch.tensor(7)}

@@ -18,8 +18,8 @@ from distcache.config import option
 from distcache.errors import ConfigError, DataError, human_bytes
 
 if TYPE_CHECKING:
+    from distcache.checkpoint.manifest import Manifest
     from distcache.cli.compose import Line
-    from distcache.trainer.manifest import Manifest
 
 log = logging.getLogger("distcache.checkpoint")
 
@@ -44,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
     """Look at each checkpoint of the folders that were given; 1 where one is damaged."""
-    from distcache.trainer.checkpoint import finished
-    from distcache.trainer.manifest import BlockReader, Manifest
+    from distcache.checkpoint.files import finished
+    from distcache.checkpoint.manifest import Manifest
+    from distcache.checkpoint.reader import BlockReader
 
     given, damaged = vars(line.values), 0
     if not any(given.values()):
@@ -74,8 +75,8 @@ def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
 
 def described(folder: Path, manifest: Manifest) -> str:
     """What a checkpoint says of itself, and its values, in lines."""
+    from distcache.checkpoint.reader import BlockReader
     from distcache.engine.whole import CHANGED
-    from distcache.trainer.manifest import BlockReader
 
     shown = {key: manifest.header.get(key) for key in _SHOWN}
     if shown["run"] is not None:

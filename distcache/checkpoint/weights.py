@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
 
+from distcache.checkpoint.files import finished
+from distcache.checkpoint.manifest import Manifest
+from distcache.checkpoint.reader import BlockReader, StoredRows
+from distcache.checkpoint.writer import TABLES
 from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel
 from distcache.store.table_files import Stored, find_weights, read_safetensors
-from distcache.trainer.checkpoint import finished
-from distcache.trainer.manifest import TABLES, BlockReader, Manifest, StoredRows
 
 logger = logging.getLogger(__name__)
 

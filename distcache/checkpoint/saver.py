@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcache.checkpoint import files
+from distcache.checkpoint.manifest import Manifest, rests_on
+from distcache.checkpoint.state import Start, TrainerState, capture
 from distcache.comm.link import on_first, together
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY, SAVE
 from distcache.engine.whole import Snapshot
 from distcache.errors import DataError, DistcacheError, PeerError
 from distcache.parallel.base import Parallel
-from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import CHECKPOINTS, Start, TrainerState
-from distcache.trainer.manifest import Manifest, rests_on
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class Saver(AbstractContextManager):
         keeping: Keeping,
     ) -> None:
         """`where`: the run folder, and what the run began with; `world`: of
-        `checkpoint.file_world`; `header`: what every manifest says of the run; `own_state`: values
+        `files.file_world`; `header`: what every manifest says of the run; `own_state`: values
         of this rank alone at a state, by unique names."""
         run_dir, begun = where
-        self.folder = run_dir / CHECKPOINTS
+        self.folder = run_dir / files.CHECKPOINTS
         here = begun.folder is not None and begun.folder.resolve().parent == self.folder.resolve()
         self.last = begun.state if here else None
         self._mode, self.world, self._header = mode, world, dict(header)
@@ -168,18 +168,18 @@ class Saver(AbstractContextManager):
         folder, world, mode = self.folder / f"step_{state.step:08d}", self.world, self._mode
         own = dict[str, bytes]()
         together(world, lambda: own.update(self._own_state(state)))
-        checkpoint.make_room(world, folder)
+        files.make_room(world, folder)
         # The old rows lie in the checkpoint's folder: what a killed run leaves goes with that.
         snapshot = mode.snapshot(folder) if periodic else None
         base, since = self._rests_on(folder)
-        values = checkpoint.captured(mode, own, snapshot is not None, since)
+        values = capture(mode, own, snapshot is not None, since)
         header = self._header | state.header() | {"metrics": dict(metrics)} | base
         mark: int | None = None
         if since is None and self._keeping.whole_every > 1:
             self._base, mark = None, mode.mark()
 
         def work() -> None:
-            checkpoint.save(folder, values, header, world, snapshot)
+            files.write_checkpoint(folder, values, header, world, snapshot)
             on_first(world, lambda: prune(self.folder, self._keeping))
 
         def written() -> None:
@@ -239,7 +239,7 @@ def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:
     """The best value of a metric among the checkpoints of `folder`, and the newest that has it."""
     best: float | None = None
     where: Path | None = None
-    for own in checkpoint.finished(folder) if name is not None else ():
+    for own in files.finished(folder) if name is not None else ():
         with suppress(DataError):
             value = Manifest.read(own).header.get("metrics", {}).get(name)
             if value is not None and _better(name, value, best):
@@ -251,7 +251,7 @@ def prune(folder: Path, keeping: Keeping) -> None:
     """Remove the checkpoints of `folder` but those that are kept and those that these rest on, and
     what was not finished. Of those that are newer than the oldest kept one none is removed."""
     kept, count = {best_of(folder, keeping.best)[1]}, 0
-    for own in checkpoint.finished(folder):
+    for own in files.finished(folder):
         if count < keeping.newest or own in kept:
             kept.add(own)
             with suppress(DataError):  # one that nobody can read is not counted
@@ -261,4 +261,4 @@ def prune(folder: Path, keeping: Keeping) -> None:
     for own in sorted(folder.glob("step_*"), reverse=True):  # none before what rests on it
         if own not in kept:
             with suppress(OSError):  # it stays, then
-                checkpoint.remove(own)
+                files.remove(own)

@@ -18,11 +18,12 @@ import pytest
 from ranks import run_ranks
 from toy_parallel import ToyParallel, ToySource, toy_run
 
+from distcache.checkpoint import manifest, saver
+from distcache.checkpoint.manifest import BlockFile, Manifest
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.checks import cadence
 from distcache.errors import ConfigError, DataError
-from distcache.trainer import manifest, record, saving
-from distcache.trainer.manifest import BlockFile, Manifest
+from distcache.trainer import record
 
 EVERY = {"trainer__checkpoint_every": 3, "trainer__keep_checkpoints": 9}
 
@@ -237,7 +238,7 @@ def by_the_clock(rank: int, size: int, home: str) -> tuple[list[int], tuple[str,
     """Rank 0's clock alone runs."""
     world = open_world("cpu", timeout_s=60)
     if rank:
-        saving.time.monotonic = lambda: 0.0
+        saver.time.monotonic = lambda: 0.0
     found = run(
         world, Path(home), trainer__checkpoint_every="0.0001s", trainer__keep_checkpoints=99
     )
@@ -254,7 +255,7 @@ def test_minutes_are_those_of_rank_0(tmp_path):
 def test_what_was_due_for_several_steps_is_written_once(tmp_path, world, monkeypatch, delay):
     """Losses are read steps later, and so is that a checkpoint is due."""
     now = [0.0]
-    monkeypatch.setattr(saving, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(saver, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Waiting):
         def train_step(self, step, asks=0):

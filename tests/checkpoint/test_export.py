@@ -19,6 +19,9 @@ from ranks import run_ranks
 from scenarios import Scenario, make_mode, table
 from toy_parallel import TABLES, ToyParallel, toy_run
 
+from distcache.checkpoint import writer
+from distcache.checkpoint.state import TrainerState
+from distcache.checkpoint.weights import checkpoint_values, init_from
 from distcache.comm.world import close_world
 from distcache.errors import ConfigError
 from distcache.export import main
@@ -27,9 +30,6 @@ from distcache.parallel.cached import CachedSettings
 from distcache.parallel.hybrid import HybridParallel, HybridSpec
 from distcache.store import table_files
 from distcache.store.table_files import Stored, read_safetensors
-from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import TrainerState
-from distcache.trainer.weights import checkpoint_values, init_from
 
 NAMES = [spec.name for spec in TABLES]
 
@@ -39,7 +39,7 @@ def run(world, tmp_path_factory) -> Path:
     """A run with checkpoints at steps 8 and 9, of blocks of five rows."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "BLOCK_BYTES", 5 * 4 * 8)
+        patch.setattr(writer, "BLOCK_BYTES", 5 * 4 * 8)
         often = {"trainer__steps": 9, "trainer__checkpoint_every": 8}
         toy_run(world, folder, ToyParallel(world), **often)
     return folder

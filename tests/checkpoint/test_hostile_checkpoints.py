@@ -17,7 +17,8 @@ import torch
 from launching import environment, run
 from torch.distributed.checkpoint import filesystem, metadata
 
-from distcache import checkpoint, export
+from distcache import export
+from distcache.checkpoint import __main__ as checkpoint
 
 SETTINGS = (
     *("data.table_rows=[50,20]", "data.global_batch_size=16", "trainer.device=cpu"),

@@ -22,8 +22,13 @@ from scenarios import OPTIMIZERS, Scenario, Source, make_mode, table
 from torch.distributed.checkpoint import FileSystemReader
 from toy_parallel import toy_config
 
-from distcache import checkpoint as entry
 from distcache import export
+from distcache.checkpoint import __main__ as entry
+from distcache.checkpoint import saver, writer
+from distcache.checkpoint.manifest import MANIFEST, Manifest, rests_on
+from distcache.checkpoint.saver import Keeping
+from distcache.checkpoint.weights import checkpoint_values
+from distcache.checkpoint.writer import BlockSavePlanner
 from distcache.comm.world import World, close_world
 from distcache.engine.groups import Placement
 from distcache.engine.whole import ChangedRows
@@ -31,12 +36,7 @@ from distcache.errors import DataError
 from distcache.parallel.base import Step, StepResult
 from distcache.parallel.cached import CachedSettings
 from distcache.store.table_files import read_safetensors
-from distcache.trainer import checkpoint, saving
-from distcache.trainer.checkpoint import BlockSavePlanner
-from distcache.trainer.manifest import MANIFEST, Manifest, rests_on
-from distcache.trainer.saving import Keeping
 from distcache.trainer.trainer import Run
-from distcache.trainer.weights import checkpoint_values
 
 STEPS = 30
 CASE = Scenario((*TABLES, table("e", 900)), *OPTIMIZERS["adam"], global_batch=16, steps=STEPS)
@@ -99,7 +99,7 @@ def of_every_step(world: World) -> list[dict[str, Any]]:
 def slow_run(rank: int, size: int, home: str, nodes: tuple[int, ...], how: str) -> dict:
     """A run beside each of whose checkpoints steps are trained, and what they have to be."""
     world, read = open_nodes(rank, nodes), BlockSavePlanner.resolve_data
-    checkpoint.BLOCK_BYTES, permits = 60 * 8 * 4, threading.Semaphore(0)
+    writer.BLOCK_BYTES, permits = 60 * 8 * 4, threading.Semaphore(0)
 
     def slowly(own: BlockSavePlanner, item: Any) -> Any:
         rows = isinstance(own.state_dict[item.index.fqn], ChangedRows)
@@ -277,16 +277,16 @@ def test_what_the_command_says_of_it(copy: Path, capsys) -> None:
 def test_nothing_is_removed_on_which_one_rests_that_is_kept(
     copy: Path, monkeypatch, newest: int, best: int | None, left: list[int]
 ) -> None:
-    monkeypatch.setattr(saving, "best_of", lambda *_: (0.0, best and at(copy, best)))
-    saving.prune(copy / "checkpoints", Keeping(newest=newest))
+    monkeypatch.setattr(saver, "best_of", lambda *_: (0.0, best and at(copy, best)))
+    saver.prune(copy / "checkpoints", Keeping(newest=newest))
     assert steps(copy) == left
 
 
 def test_what_nobody_can_read_does_not_count_as_kept(copy: Path) -> None:
     (at(copy, 8) / MANIFEST).unlink()
-    saving.prune(copy / "checkpoints", Keeping(newest=1))
+    saver.prune(copy / "checkpoints", Keeping(newest=1))
     assert steps(copy) == [2, 6, 8, 10, 12]  # the last one that can be read, and what is newer
-    saving.prune(copy / "checkpoints", Keeping(newest=3))
+    saver.prune(copy / "checkpoints", Keeping(newest=3))
     assert steps(copy) == [2, 6, 8, 10, 12]
 
 

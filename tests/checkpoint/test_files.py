@@ -26,11 +26,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from toy_parallel import TABLES
 
+from distcache.checkpoint import writer
+from distcache.checkpoint.manifest import Manifest
+from distcache.checkpoint.reader import BlockReader
+from distcache.checkpoint.state import LossChain, TrainerState, chain_loss
 from distcache.comm.world import close_world, open_world
 from distcache.errors import ConfigError, DataError, DistcacheError
-from distcache.trainer import checkpoint
-from distcache.trainer.checkpoint import LossChain, TrainerState, chain_loss
-from distcache.trainer.manifest import BlockReader, Manifest
 
 IDENTITY = dict(
     mode="data",
@@ -73,7 +74,7 @@ def fives() -> Plain:
 def test_blocks_give_the_same_values_without_a_warning(
     world, tmp_path, monkeypatch, caplog, block_bytes, blocks
 ):
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", block_bytes)
     caplog.set_level(logging.WARNING)
     tensors = {"view": torch.arange(70.0).view(7, 10)[:, 2:5], "vector": torch.arange(5)}
     tensors |= {"none": torch.zeros(1, 0), "scalar": torch.tensor(3)}
@@ -363,7 +364,7 @@ def save_and_load_apart(rank: int, world_size: int, folder: str) -> dict[str, An
     """Save what all ranks hold; load where only rank 0 asks for the table; a lone failure."""
     world, home, seen = open_world("cpu", timeout_s=60), Path(folder), {}
     table, mine = torch.arange(40_000.0).view(10_000, 4), torch.ones(3)
-    checkpoint.BLOCK_BYTES = 20_000
+    writer.BLOCK_BYTES = 20_000
     save(home / STEP, world, {"table": table, "dense": mine}, world_size=2)
     asked = {"dense": torch.zeros(3)} | ({"table": torch.zeros(10_000, 4)} if rank == 0 else {})
     mode = Plain(asked)

@@ -1,0 +1,1 @@
+"""Checkpoints of training runs and of training loops."""
