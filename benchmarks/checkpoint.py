@@ -26,16 +26,21 @@ from benchmarks.ranks import opened_world
 from benchmarks.report import Bench, Column, Record, Section, run_bench
 from benchmarks.setting import compose_setting
 from benchmarks.turns import RATIO_COLUMNS, ratio_record, shown, spread, take_turns
-from distcache.checkpoint.files import CHECKPOINTS, file_world, make_room, write_checkpoint
+from distcache.checkpoint.files import (
+    CHECKPOINTS,
+    file_world,
+    make_checkpoint_folder,
+    write_checkpoint,
+)
 from distcache.checkpoint.saver import Keeping, Saver
 from distcache.checkpoint.state import (
     Identity,
     Start,
     TrainerState,
     capture,
-    compare,
     load_checkpoint,
     most_bytes,
+    read_start,
 )
 from distcache.checkpoint.writer import BLOCK_BYTES
 from distcache.comm.link import on_first, together
@@ -144,7 +149,7 @@ class Files:
 
     def restore(self) -> None:
         """Read it again, compared with its checksums."""
-        start = compare(self.folder, self.identity, self.world)
+        start = read_start(self.folder, self.identity, self.world)
         load_checkpoint(start, self.mode, self.world)
 
     def write(self) -> None:
@@ -187,7 +192,7 @@ def rates(files: Files, repetitions: int) -> list[Record]:
     for repetition in range(repetitions):
         log.info("files, repetition %d", repetition)
         files.plain.unlink(missing_ok=True)
-        make_room(files.world, files.folder)
+        make_checkpoint_folder(files.world, files.folder)
         for part, paths in ((writers, []), (readers, [files.folder, files.plain])):
             order = list(part)[:: 1 if repetition % 2 else -1]
             for name in order:

@@ -113,11 +113,11 @@ def agree(
 def of_this_generation(text: str) -> str:
     """A configuration with the run folder that the first ranks of this torchrun job have taken, and
     with the checkpoints there, if torchrun has started the ranks again."""
-    from distcache.checkpoint.files import finished
+    from distcache.checkpoint.files import find_checkpoints
 
     config = OmegaConf.create(text)
     config.run.dir = run_dir_of_job(config.run.dir)
-    if is_restart() and finished(Path(config.run.dir)):
+    if is_restart() and find_checkpoints(Path(config.run.dir)):
         config.trainer.resume = "auto"
     return OmegaConf.to_yaml(config)
 
@@ -229,7 +229,7 @@ def open_run_folder(
     `run.overwrite` is set: what that run measured and saved is then removed. One that is
     `restarted` goes on with what it left.
     """
-    from distcache.checkpoint.files import finished
+    from distcache.checkpoint.files import find_checkpoints
 
     kept = [] if restarted else left_over(run_dir, config)
     if kept and not config.run.overwrite:
@@ -240,7 +240,7 @@ def open_run_folder(
             f"trainer.resume={config.trainer.resume} does not go on with it: name another folder, "
             "or remove it by run.overwrite=true"
         )
-    is_unfinished = bool(results_in(run_dir)) and not kept and not finished(run_dir)
+    is_unfinished = bool(results_in(run_dir)) and not kept and not find_checkpoints(run_dir)
     try:
         for path in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -254,7 +254,7 @@ def open_run_folder(
             for name, text in texts.items():
                 (run_dir / name).write_text(text)
 
-        is_going_on = finished(run_dir)
+        is_going_on = find_checkpoints(run_dir)
         if not is_going_on:
             describe()
     except OSError as error:
@@ -279,20 +279,22 @@ def left_over(run_dir: Path, config: Config) -> list[Path]:
     A folder without a complete checkpoint belongs to the run with this configuration: it was killed
     before the first one, and nothing is lost when it starts from the beginning.
     """
-    from distcache.checkpoint.files import finished
+    from distcache.checkpoint.files import find_checkpoints
 
     files, resume, overwrite = results_in(run_dir), config.trainer.resume, config.run.overwrite
     is_own = is_unfinished_start(run_dir, files) and not other_settings(run_dir, config)
     if is_own and not overwrite:
         return []
     if resume == "auto":
-        return [] if finished(run_dir) and not overwrite else files
+        return [] if find_checkpoints(run_dir) and not overwrite else files
     source = Path(resume).resolve()
     if resume == "never" or run_dir.resolve() not in (source, *source.parents):
         return files
     # It goes on in its own folder: later checkpoints would be of another trajectory.
-    begin = [folder.resolve() for folder in finished(Path(resume))[:1]]
-    later = itertools.takewhile(lambda folder: folder.resolve() not in begin, finished(run_dir))
+    begin = [folder.resolve() for folder in find_checkpoints(Path(resume))[:1]]
+    later = itertools.takewhile(
+        lambda folder: folder.resolve() not in begin, find_checkpoints(run_dir)
+    )
     return list(later) if begin else []
 
 

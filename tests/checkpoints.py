@@ -12,16 +12,21 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from distcache.checkpoint.files import file_world, find, make_room, write_checkpoint
+from distcache.checkpoint.files import (
+    file_world,
+    make_checkpoint_folder,
+    newest_checkpoint,
+    write_checkpoint,
+)
 from distcache.checkpoint.manifest import Manifest
 from distcache.checkpoint.reader import BlockReader
 from distcache.checkpoint.state import (
     Identity,
     TrainerState,
     capture,
-    compare,
     load_checkpoint,
     most_bytes,
+    read_start,
 )
 from distcache.comm.world import World
 
@@ -54,7 +59,7 @@ def save(folder: Path, mode: Any, identity: Identity, state: TrainerState, world
     """Write a checkpoint of `mode`; by all ranks."""
     header = {"run": identity} | state.header()
     with file_world(world, most_bytes(identity)) as files:
-        make_room(files, folder)
+        make_checkpoint_folder(files, folder)
         write_checkpoint(folder, capture(mode, {}, False), header, files)
 
 
@@ -63,7 +68,7 @@ def resume(
 ) -> TrainerState:
     """Compare, then load, as a run does; the state of training."""
     with file_world(world, most_bytes(identity)) as files:
-        start = compare(find(path), identity, files, same_data)
+        start = read_start(newest_checkpoint(path), identity, files, same_data)
         load_checkpoint(start, mode, files)
     return start.state
 

@@ -59,7 +59,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "plan_exchange": (StreamPlanner, "_exchanged"),
     "load": (StreamPlanner, "_deciding"),
     "plan": (StreamPlanner, "_planned"),
-    "a checkpoint's folder": (files, "make_room"),
+    "a checkpoint's folder": (files, "make_checkpoint_folder"),
     "its dense state": (saver, "capture"),
     "old rows": (OldRows, "_append"),
     "a block's old rows": (Snapshot, "block"),
@@ -69,10 +69,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "fsync of the manifest": (manifest, "sync_folder"),
     "list of values": (BlockWriter, "finish"),
     "manifest": (Manifest, "write"),
-    "removal": (files, "remove"),
+    "removal": (files, "remove_checkpoint"),
     "pruning": (saver, "prune"),
     "comparing": (state, "require_same_run"),
-    "reading a block": (BlockReader, "_load"),
+    "reading a block": (BlockReader, "_load_stored"),
     "reading": (trainer, "load_checkpoint"),
 }
 """Where a rank can die beside the stages that `engine.step.running` surrounds."""
@@ -205,9 +205,9 @@ def train(rank: int, size: int, home: str, point: Point, death: Death | None) ->
 
 def whole_steps(folder: Path) -> list[int]:
     """The steps of a run's checkpoints; each has its files as they were written."""
-    for path in files.finished(folder):
+    for path in files.find_checkpoints(folder):
         Manifest.read(path).verify(path)
-    return sorted(int(path.name[5:]) for path in files.finished(folder))
+    return sorted(int(path.name[5:]) for path in files.find_checkpoints(folder))
 
 
 def memory() -> set[str]:

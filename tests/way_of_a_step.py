@@ -17,7 +17,16 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = f"{ROOT}/distcache/"
-AROUND = ("data/", "trainer/", "config/", "cli/", "train.py", "models.py", "errors.py")
+AROUND = (
+    "data/",
+    "trainer/",
+    "checkpoint/",
+    "config/",
+    "cli/",
+    "train.py",
+    "models.py",
+    "errors.py",
+)
 STEPS = range(20, 24)
 SMALL = """
     data.table_rows=[20000,5000,300] data.global_batch_size=256 model.embedding_dim=8

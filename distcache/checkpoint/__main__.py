@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("distcache.checkpoint")
 
-_SHOWN = ("step", "format", "base", "metrics", "phase", "run", "versions")
-"""What `show` says of a manifest's header."""
+_SHOWN_KEYS = ("step", "format", "base", "metrics", "phase", "run", "versions")
+"""Keys of a manifest's header that `show` prints."""
 
 
 @dataclass
@@ -36,60 +36,67 @@ class CheckpointConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code."""
+    """Run the command line and return its exit code."""
     from distcache.cli.compose import run_command
 
     return run_command("checkpoint", CheckpointConfig, go, arguments)
 
 
 def go(line: Line[CheckpointConfig], command: Sequence[str]) -> int:
-    """Look at each checkpoint of the folders that were given; 1 where one is damaged."""
-    from distcache.checkpoint.files import finished
+    """Verify or show each checkpoint of the given folders; return 1 if one is damaged."""
+    from distcache.checkpoint.files import find_checkpoints
     from distcache.checkpoint.manifest import Manifest
-    from distcache.checkpoint.reader import BlockReader
 
-    given, damaged = vars(line.values), 0
-    if not any(given.values()):
+    actions = vars(line.values)
+    if not any(actions.values()):
         raise ConfigError("give verify=<folder> or show=<folder>")
-    for what, path in given.items():
-        folders = finished(Path(path)) if path else []
+    exit_code = 0
+    for action, path in actions.items():
+        folders = find_checkpoints(Path(path)) if path else []
         if path and not folders:
-            raise ConfigError(f"{what}={path}: there is no checkpoint")
+            raise ConfigError(f"{action}={path}: there is no checkpoint")
         for folder in folders:
             try:
                 manifest = Manifest.read(folder)
-                if what == "verify":
-                    manifest.verify(folder)
-                    BlockReader(folder, manifest)  # the list of values is one
-                    rest = "" if manifest.base is None else f", rests on {manifest.base[0]}"
-                    log.info("%s is intact: %s%s", folder, human_bytes(manifest.nbytes), rest)
-                    if manifest.base is not None and manifest.base[0] not in folders:
-                        folders.append(manifest.base[0])
-                else:
-                    log.info("%s: %s", folder, described(folder, manifest))
-            except (ConfigError, DataError) as error:  # damaged, or of a newer version
+                if action == "show":
+                    log.info("%s: %s", folder, describe(folder, manifest))
+                    continue
+                verify(folder, manifest)
+                if manifest.base is not None and manifest.base[0] not in folders:
+                    folders.append(manifest.base[0])
+            except (ConfigError, DataError) as error:  # another format, or damaged
                 log.error("%s", error)
-                damaged = 1
-    return damaged
+                exit_code = 1
+    return exit_code
 
 
-def described(folder: Path, manifest: Manifest) -> str:
-    """What a checkpoint says of itself, and its values, in lines."""
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Compare all files of a checkpoint with their checksums. Raises DataError."""
+    from distcache.checkpoint.reader import BlockReader
+
+    manifest.verify(folder)
+    BlockReader(folder, manifest)  # checks the list of values
+    base = "" if manifest.base is None else f", rests on {manifest.base[0]}"
+    log.info("%s is intact: %s%s", folder, human_bytes(manifest.nbytes), base)
+
+
+def describe(folder: Path, manifest: Manifest) -> str:
+    """Return the header of a checkpoint and its values as lines of text."""
     from distcache.checkpoint.reader import BlockReader
     from distcache.engine.whole import CHANGED
 
-    shown = {key: manifest.header.get(key) for key in _SHOWN}
-    if shown["run"] is not None:
-        shown["run"] = shown["run"] | {"tables": len(shown["run"]["tables"])}  # they are listed
-    told = {key: value for key, value in shown.items() if value not in (None, {})}
-    lines = [human_bytes(manifest.nbytes), *OmegaConf.to_yaml(told).splitlines()]
+    header = {key: manifest.header.get(key) for key in _SHOWN_KEYS}
+    if header["run"] is not None:  # the tables are listed below
+        header["run"] = header["run"] | {"tables": len(header["run"]["tables"])}
+    present = {key: value for key, value in header.items() if value not in (None, {})}
+    lines = [human_bytes(manifest.nbytes), *OmegaConf.to_yaml(present).splitlines()]
     reader = BlockReader(folder, manifest)
     for name, value in sorted(reader.values.state_dict_metadata.items()):
         shape = getattr(value, "size", None)
         kind = "" if shape is None else f"{list(shape)} {value.properties.dtype}"
-        changed = getattr(reader.own.get(CHANGED + name), "size", None)
-        here = "" if changed is None else f", {changed[0]} rows here"
-        lines.append(f"{name} {kind}{here}")
+        changed = getattr(reader.own_values.get(CHANGED + name), "size", None)
+        rows = "" if changed is None else f", {changed[0]} rows here"
+        lines.append(f"{name} {kind}{rows}")
     return "\n  ".join(lines)
 
 

@@ -1,9 +1,8 @@
-"""`distcache.save` and `distcache.load`: a loop of one's own that stops after any step and goes on
-as if it had not.
+"""`distcache.save` and `distcache.load`: checkpoints of a user's own training loop.
 
-A checkpoint has the format of a run's. Tables and their optimizer state lie in it once, in
-original ids, whatever the ranks. Of all else each rank has its own, and what is the same on all of
-them is written once.
+A loop that stops after any step continues as if it had not stopped. Tables and their optimizer
+state are stored once, in original ids, for any number of ranks. All other values are each rank's
+own; those that are equal on all ranks are stored once.
 """
 
 from __future__ import annotations
@@ -31,16 +30,18 @@ from torch.utils._pytree import tree_map_only
 from distcache.checkpoint.files import (
     differences,
     file_world,
-    fill,
-    finished,
-    make_room,
-    naming_intact,
-    remove,
+    find_checkpoints,
+    local_result,
+    make_checkpoint_folder,
+    max_table_bytes,
+    read_values,
+    remove_checkpoint,
+    suggest_intact,
     write_checkpoint,
 )
 from distcache.checkpoint.manifest import MANIFEST, Manifest
 from distcache.checkpoint.reader import BlockReader
-from distcache.checkpoint.writer import TABLES, as_bytes, in_memory
+from distcache.checkpoint.writer import TABLES, as_bytes, compact_on_cpu
 from distcache.comm.link import agree_on, on_first, together
 from distcache.comm.world import World
 from distcache.data.own import load_plain
@@ -52,10 +53,10 @@ from distcache.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LEFT = re.compile(r"__\d+_0\.distcp|\.shared-\w+|\.manifest")
-"""Files of a save that did not end; with `.metadata` they may be torch's own checkpoint."""
+_UNFINISHED = re.compile(r"__\d+_0\.distcp|\.shared-\w+|\.manifest")
+"""Files of a save that did not end. A folder that also has `.metadata` may be DCP's own."""
 
-_ON_ALL = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
+_ALL_RANKS = "all ranks write and read a checkpoint, so call it on all, outside `if rank == 0:`"
 
 
 def save(
@@ -66,41 +67,43 @@ def save(
     step: int,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of a training loop between two steps; called by all ranks.
+    """Write a checkpoint of a training loop between two steps. All ranks call this.
 
     `path`: a folder of its own for each checkpoint, such as `checkpoints/step_00001000`; `model`:
-    with its cached collections, whose tables and optimizers are saved along, DDP around it or not;
-    `optimizers`: of the dense part; `step`: how many are done; `extra`: whatever else the
-    loop goes on from, each rank's own (states of schedulers, scalers, generators, the position of
-    a loader): numbers, texts, tensors, and lists and dictionaries of these; arrays come back as
-    tensors. Random states of torch, Python and NumPy are saved too. A look-ahead may be open: then
-    a loader stands as many batches ahead of the loop, so keep its state beside each batch.
+    the model, in DDP or not, whose cached collections are saved with their tables and optimizers;
+    `optimizers`: of the dense part; `step`: number of trained steps; `extra`: other values of this
+    rank that the loop needs (states of schedulers, scalers, generators, the position of a loader):
+    numbers, texts, tensors, and lists and dictionaries of these. Arrays are loaded as tensors.
+    Random states of torch, Python and NumPy are saved too. A look-ahead may be open. The loader is
+    then as many batches ahead of the loop, so keep its state beside each batch.
 
-    Raises ConfigError, before anything is written, for a path that is taken and for values that
-    could not be read without running code, PeerError on rank 0 where it is alone, and
-    DistcacheError where it cannot be written: then nothing is left of it.
+    Raises ConfigError, before anything is written, for a folder that is not empty and for values
+    that could not be read without running code; PeerError on rank 0 if the other ranks do not call
+    it; DistcacheError if the checkpoint cannot be written, after removing what was written.
     """
-    folder, loop = Path(path), _Loop(model, optimizers)
+    folder = Path(path)
+    loop = _Loop(model, optimizers)
     with loop.joined("distcache.save") as world:
-        own = dict[str, Tensor]()
-        together(world, lambda: own.update(loop.own_values(extra or {})))
-        like = loop.described()
-        agree_on(world, {"path": str(folder), "step": step} | like)
+        own_values = local_result(world, lambda: loop.own_values(extra or {}))
+        description = loop.describe()
+        agree_on(world, {"path": str(folder), "step": step} | description)
         on_first(world, lambda: _require_free(folder))
-        make_room(world, folder)
+        make_checkpoint_folder(world, folder)
         try:
-            values = loop.tables(lambda tables: tables.saved(folder.parent))  # after a flush
+            values = loop.tables(lambda tables: tables.saved(folder.parent))
         except BaseException:
             if world.is_first:
-                remove(folder)
+                remove_checkpoint(folder)
             raise
-        sums = {name: hashlib.sha256(value.numpy()).digest() for name, value in own.items()}
-        by_rank = together(world, lambda: sums)
-        for name, value in own.items():
-            alike = all(found.get(name) == sums[name] for found in by_rank)
-            values[name if alike else f"own.{world.rank}.{name}"] = value
-        told = {"like": like, "ranks": world.size}
-        write_checkpoint(folder, values, {"step": int(step), "loop": told}, world)
+        digests = {
+            name: hashlib.sha256(value.numpy()).digest() for name, value in own_values.items()
+        }
+        by_rank = together(world, lambda: digests)
+        for name, value in own_values.items():
+            is_common = all(other.get(name) == digests[name] for other in by_rank)
+            values[name if is_common else f"own.{world.rank}.{name}"] = value
+        header = {"step": int(step), "loop": {"like": description, "ranks": world.size}}
+        write_checkpoint(folder, values, header, world)
 
 
 def load(
@@ -110,230 +113,277 @@ def load(
     *,
     missing_ok: bool = False,
 ) -> tuple[int, dict[str, Any]]:
-    """Take back what `save` wrote to `path`, or the newest of `path/step_*`; (step, extra).
+    """Load what `save` wrote to `path`, or the newest of `path/step_*`, and return (step, extra).
 
-    Called by all ranks, with a model and optimizers as they were saved, before the loop. Tensors
-    in `extra` come back on the CPU. At another number of ranks tables, dense part and optimizers
-    are loaded; random states stay as they are, and of `extra` comes what was the same on all ranks:
-    a warning says so. `missing_ok`: without a checkpoint there, of any name, (0, {}).
+    All ranks call this before the loop, with a model and optimizers as they were saved. Tensors in
+    `extra` are on the CPU. On another number of ranks, tables, dense part and optimizers are
+    loaded, random states stay as they are, and `extra` has the values that were equal on all ranks;
+    a warning says so. `missing_ok`: return (0, {}) if there is no checkpoint of any name.
 
-    Raises ConfigError where there is none or it is one of something else, naming both, and
-    DataError where it is damaged as far as its lists tell, before anything has changed; DataError
-    for a damaged block of a table, after which the tables are nobody's until another load.
+    Raises ConfigError if there is none, or it is one of another loop, with both values; DataError
+    for damaged lists, before anything has changed, and for a damaged block of a table, after which
+    the tables have no valid values until another load.
     """
     loop = _Loop(model, optimizers)
     with loop.joined("distcache.load", math.inf) as world:
-        agree_on(world, {"path": str(path)} | loop.described())
+        agree_on(world, {"path": str(path)} | loop.describe())
         folder = on_first(world, lambda: _find(Path(path), missing_ok))
         if folder is None:
             return 0, {}
-        with naming_intact(folder, world):
+        with suggest_intact(folder, world):
             return _load_from(folder, loop, world)
 
 
 def _load_from(folder: Path, loop: _Loop, world: World) -> tuple[int, dict[str, Any]]:
-    """Do what `load` does with the checkpoint in `folder`."""
+    """Load the checkpoint in `folder`, see `load`."""
     manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
-    told = _compare(folder, manifest, loop.described())
-    readers, own = list[BlockReader](), dict[str, Any]()
+    ranks = _require_same_loop(folder, manifest, loop.describe())
 
-    def read() -> None:
-        readers.append(BlockReader(folder, manifest))
-        own.update(_read_own(readers[0], world, told["ranks"]))
+    def read() -> tuple[BlockReader, dict[str, Any]]:
+        reader = BlockReader(folder, manifest)
+        return reader, _read_own_values(reader, world, ranks)
 
-    together(world, read)
-    others = [n for n in readers[0].values.state_dict_metadata if not n.startswith(TABLES)]
+    reader, own_values = local_result(world, read)
+    others = [name for name in reader.values.state_dict_metadata if not name.startswith(TABLES)]
     with ExitStack() as stack:
-        of = loop.tables(lambda own: stack.enter_context(own.loading(folder.parent)))
-        fill(readers[0], of, others, world)
-    loop.take(own)
+        values = loop.tables(lambda tables: stack.enter_context(tables.loading(folder.parent)))
+        read_values(reader, values, others, world)
+    loop.load_own_values(own_values)
+    step = manifest.header["step"]
     if world.is_first:
-        logger.info("going on at step %s from %s", f"{manifest.header['step']:,}", folder)
-    extra = {k.removeprefix("extra."): v for k, v in own.items() if k.startswith("extra.")}
-    return manifest.header["step"], extra
+        logger.info("going on at step %s from %s", f"{step:,}", folder)
+    prefix = "extra."
+    extra = {
+        name.removeprefix(prefix): value
+        for name, value in own_values.items()
+        if name.startswith(prefix)
+    }
+    return step, extra
 
 
-# -----------------------------------------------------------------------------
-# The parts of a loop, and their names: `tables.<collection>.<table>.<value>`, `rows.<collection>`,
+# --------------------------------------------------------------------------------------------------
+# Values of a loop, and their names: `tables.<collection>.<table>.<value>`, `rows.<collection>`,
 # `dense`, `optimizer.<number>`, `extra.<key>`, `random`; of one rank `own.<rank>.<name>`.
 
 
 class _Loop:
-    """What of a loop a checkpoint has. Raises ConfigError for what it cannot have."""
+    """Model and optimizers of a loop. Raises ConfigError if they cannot be in a checkpoint."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-            inner = getattr(model, "_orig_mod", None)  # of torch.compile
-            model = model.module if inner is None else inner
-        self._model = model
-        named = model.named_modules()
-        self._found = {
-            name: m
-            for name, m in named
-            if isinstance(m, CachedCollection) and m.reader.lookups.specs  # and not tables=[]
+        self._model = _unwrap(model)
+        self._all_collections = {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, CachedCollection) and module.reader.lookups.specs
         }
-        first = {m._member: name for name, m in reversed(self._found.items())}
-        self._collections = {  # their tables once, without those that copies read
-            name: m for name, m in self._found.items() if first[m._member] == name
-        }
+        # Copies read the tables of another collection. Tables are saved once, under the first name.
+        first_names: dict[Any, str] = {}
+        for name, collection in self._all_collections.items():
+            first_names.setdefault(collection._member, name)
+        self._collections = {name: self._all_collections[name] for name in first_names.values()}
         if not self._collections:
             raise ConfigError("the model has no cached tables: torch.save is enough for it")
-        optimizers = [own.dense if isinstance(own, RowsAndDense) else own for own in optimizers]
-        for at, optimizer in enumerate(optimizers):
+        optimizers = [
+            optimizer.dense if isinstance(optimizer, RowsAndDense) else optimizer
+            for optimizer in optimizers
+        ]
+        for number, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
-                    f"optimizers[{at}] is a {type(optimizer).__name__}, no torch.optim.Optimizer: "
-                    "give its state_dict() in extra"
+                    f"optimizers[{number}] is a {type(optimizer).__name__}, no "
+                    "torch.optim.Optimizer: give its state_dict() in extra"
                 )
-        own = [collection.optimizer for collection in self._collections.values()]
-        self._optimizers = [one for one in optimizers if not any(one is of for of in own)]
-        if any(isinstance(one, RowOptimizer) for one in self._optimizers):
+        row_optimizers = [module.optimizer for module in self._collections.values()]
+        self._optimizers = [
+            optimizer
+            for optimizer in optimizers
+            if not any(optimizer is rows for rows in row_optimizers)
+        ]
+        if any(isinstance(optimizer, RowOptimizer) for optimizer in self._optimizers):
             raise ConfigError("optimizers has that of a collection which is not in the model")
 
     @contextmanager
-    def joined(self, asked: str, limit_s: float | None = None) -> Iterator[World]:
-        """The ranks, whose main threads meet; PeerError on rank 0 where it is alone for `limit_s`
-        seconds, a collection's `timeout_s` at most."""
+    def joined(self, caller: str, limit_s: float | None = None) -> Iterator[World]:
+        """Wait for the main threads of all ranks, and yield their world, of `file_world`.
+
+        `caller`: name of the public function. Raises PeerError on rank 0 if it is alone for
+        `limit_s` seconds, at most a collection's `timeout_s`.
+        """
         collections = list(self._collections.values())
-        collections[0]._member.meet(asked, _ON_ALL, limit_s)
-        tables = [table for one in collections for table in one.tables.tables]
-        nbytes = sum(24 * table.rows * table.dim for table in tables)
+        collections[0]._member.meet(caller, _ALL_RANKS, limit_s)
+        tables = [table for collection in collections for table in collection.tables.tables]
+        nbytes = max_table_bytes((table.rows, table.dim) for table in tables)
         with library_words(), file_world(collections[0].tables.world, nbytes) as files:
             yield files
 
-    def _dense(self, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """`state_dict` of the model's dense part, which takes those values first."""
-        for collection in self._found.values():
+    @contextmanager
+    def _dense_part(self) -> Iterator[nn.Module]:
+        """Yield the model; its `state_dict` has the dense part only inside."""
+        for collection in self._all_collections.values():
             collection.is_aside = True
         try:
-            if taken is not None:
-                self._model.load_state_dict(taken)
-            return self._model.state_dict()
+            yield self._model
         finally:
-            for collection in self._found.values():
+            for collection in self._all_collections.values():
                 collection.is_aside = False
 
-    def described(self) -> dict[str, str]:
-        """What a checkpoint and a loop have in common, in words."""
-        found: dict[str, str] = {}
+    def _dense_state(self) -> dict[str, Any]:
+        with self._dense_part() as model:
+            return dict(model.state_dict())
+
+    def describe(self) -> dict[str, str]:
+        """Return texts that a checkpoint and a loop have to share, by name."""
+        texts: dict[str, str] = {}
         for path, collection in self._collections.items():
-            own = collection.tables
-            how = replace(own.engine.update, lr=0.0)
-            for table in own.tables:
-                name, dtype = ".".join(filter(None, (path, table.name))), own.settings.dtype
-                dtype = dtype if table.dtype is None else f"{table.dtype} updated in {dtype}"
-                found[f"table {name}"] = f"{table.rows} x {table.dim}, {dtype}, {how}"
+            tables = collection.tables
+            update = replace(tables.engine.update, lr=0.0)  # the rate may change
+            for table in tables.tables:
+                dtype = str(tables.settings.dtype)
+                if table.dtype is not None:
+                    dtype = f"{table.dtype} updated in {dtype}"
+                texts[f"table {_joined(path, table.name)}"] = (
+                    f"{table.rows} x {table.dim}, {dtype}, {update}"
+                )
             if len(collection.optimizer.param_groups) > 1:
-                found[".".join(filter(None, (path, "optimizer")))] = "rates by table"
-        for name, value in self._dense().items():
-            plain = isinstance(value, Tensor)
-            found[name] = f"{list(value.shape)}, {value.dtype}" if plain else "no tensor"
-        for at, optimizer in enumerate(self._optimizers):
+                texts[_joined(path, "optimizer")] = "rates by table"
+        for name, value in self._dense_state().items():
+            is_tensor = isinstance(value, Tensor)
+            texts[name] = f"{list(value.shape)}, {value.dtype}" if is_tensor else "no tensor"
+        for number, optimizer in enumerate(self._optimizers):
             groups = [group["params"] for group in optimizer.param_groups]
-            parts = [f"{len(own)} ({sum(p.numel() for p in own):,} values)" for own in groups]
+            sizes = [f"{len(group)} ({sum(p.numel() for p in group):,} values)" for group in groups]
             kind = type(optimizer).__name__
-            found[f"optimizers[{at}]"] = f"{kind}, parameters: {' + '.join(parts)}"
-        return found
+            texts[f"optimizers[{number}]"] = f"{kind}, parameters: {' + '.join(sizes)}"
+        return texts
 
     def own_values(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
-        """All but the tables, as this rank has it. Raises ConfigError for what could not be read
-        again."""
-        found = {"random": _packed("the random state", _random_state())}
-        found["dense"] = _packed("model.state_dict()", dict(self._dense()))
+        """Return all values but the tables, as this rank has them, as bytes.
+
+        Raises ConfigError for values that could not be read again.
+        """
+        values = {"random": _pack("the random state", _random_state())}
+        values["dense"] = _pack("model.state_dict()", self._dense_state())
         for path, collection in self._collections.items():
-            collection.tables.require_between_steps("saving")
-            collection.tables.settle_steps()
-            own, groups = collection.tables, collection.optimizer.settings()
-            steps = {table.name: n for table, n in zip(own.tables, own.counts, strict=True)}
-            of_rows = {"steps": steps, "groups": groups}
-            found[f"rows.{path}"] = _packed("the groups of a collection's optimizer", of_rows)
-        for at, optimizer in enumerate(self._optimizers):
-            found[f"optimizer.{at}"] = _packed(f"optimizers[{at}]", optimizer.state_dict())
+            tables = collection.tables
+            tables.require_between_steps("saving")
+            tables.settle_steps()
+            names = [table.name for table in tables.tables]
+            rows: dict[str, Any] = {
+                "steps": dict(zip(names, tables.counts, strict=True)),
+                "groups": collection.optimizer.settings(),
+            }
+            values[f"rows.{path}"] = _pack("the groups of a collection's optimizer", rows)
+        for number, optimizer in enumerate(self._optimizers):
+            name = f"optimizers[{number}]"
+            values[f"optimizer.{number}"] = _pack(name, optimizer.state_dict())
         for key, value in extra.items():
-            found[f"extra.{key}"] = _packed(f"extra[{key!r}]", value)
-        return found
+            values[f"extra.{key}"] = _pack(f"extra[{key!r}]", value)
+        return values
+
+    def load_own_values(self, values: Mapping[str, Any]) -> None:
+        """Load the values of `own_values`, except for `extra`."""
+        with self._dense_part() as model:
+            model.load_state_dict(values["dense"])
+        for path, collection in self._collections.items():
+            rows = values[f"rows.{path}"]
+            tables = collection.tables
+            tables.counts = [rows["steps"][table.name] for table in tables.tables]
+            collection.optimizer.load_settings(rows["groups"])
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(values[f"optimizer.{number}"])
+        if "random" in values:  # not on another number of ranks
+            _set_random_state(values["random"])
 
     def tables(
-        self, of: Callable[[embedding_step.CollectionTables], Mapping[str, Tensor]]
+        self, values_of: Callable[[embedding_step.CollectionTables], Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """The values that `of` gives of each collection's tables, by their names in the model."""
-        found: dict[str, Tensor] = {}
+        """Return the values that `values_of` returns for each collection's tables, by their names
+        in the model."""
+        values: dict[str, Tensor] = {}
         for path, collection in self._collections.items():
-            under = f"{TABLES}{path}." if path else TABLES
-            values = of(collection.tables)
-            found |= {under + name.removeprefix(TABLES): own for name, own in values.items()}
-        return found
-
-    def take(self, own: Mapping[str, Any]) -> None:
-        """Take what `own_values` gave, but `extra`."""
-        self._dense(own["dense"])
-        for path, collection in self._collections.items():
-            found, tables = own[f"rows.{path}"], collection.tables
-            tables.counts = [found["steps"][table.name] for table in tables.tables]
-            collection.optimizer.load_settings(found["groups"])
-        for at, optimizer in enumerate(self._optimizers):
-            optimizer.load_state_dict(own[f"optimizer.{at}"])
-        if "random" in own:
-            _set_random_state(own["random"])
+            prefix = f"{TABLES}{path}." if path else TABLES
+            for name, value in values_of(collection.tables).items():
+                values[prefix + name.removeprefix(TABLES)] = value
+        return values
 
 
-def _packed(what: str, value: Any) -> Tensor:
-    """A value as bytes that are read without running code, its tensors on the CPU."""
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and `torch.compile`."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = getattr(model, "_orig_mod", None)  # of torch.compile
+        model = model.module if inner is None else inner
+    return model
+
+
+def _joined(path: str, name: str) -> str:
+    """Return the name of a part of the module at `path`, which is empty for the model itself."""
+    return f"{path}.{name}" if path else name
+
+
+def _pack(name: str, value: Any) -> Tensor:
+    """Return a value as bytes that are read without running code, its tensors on the CPU.
+
+    `name`: for errors. Raises ConfigError.
+    """
     file = io.BytesIO()
     try:
-        arrays = tree_map_only(np.ndarray, torch.from_numpy, value)
-        torch.save(tree_map_only(Tensor, in_memory, arrays), file)
+        tensors = tree_map_only(np.ndarray, torch.from_numpy, value)
+        torch.save(tree_map_only(Tensor, compact_on_cpu, tensors), file)
         load_plain(file.getvalue())
-    except Exception as error:  # whatever pickling makes of what users give
+    except Exception as error:  # pickling of users' values raises anything
         raise ConfigError(
-            f"{what} is nothing that a checkpoint can have, which holds numbers, texts, tensors, "
+            f"{name} is nothing that a checkpoint can have, which holds numbers, texts, tensors, "
             f"and lists and dictionaries of these alone: {error}"
         ) from error
     return as_bytes(file.getvalue())
 
 
 def _random_state() -> dict[str, Any]:
-    """Of this rank's generators; the CUDA one's where this process uses CUDA."""
-    found = np.random.get_state(legacy=False)["bit_generator"]
-    if found != "MT19937":
+    """Return the states of this rank's generators; of CUDA's if this process uses CUDA."""
+    generator = np.random.get_state(legacy=False)["bit_generator"]
+    if generator != "MT19937":
         raise ConfigError(
-            f"np.random's bit generator is {found}, and a checkpoint has the state of MT19937 "
+            f"np.random's bit generator is {generator}, and a checkpoint has the state of MT19937 "
             "alone: call np.random.set_bit_generator(np.random.MT19937(seed))"
         )
     kind, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    numpy, own = [kind, np.asarray(keys).tolist(), *rest], random.getstate()
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": own, "numpy": numpy}
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
 
 
-def _set_random_state(found: Mapping[str, Any]) -> None:
-    torch.set_rng_state(found["torch"])
-    if found["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
-    random.setstate(found["python"])
-    np.random.set_state(tuple(found["numpy"]))
+def _set_random_state(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    random.setstate(states["python"])
+    np.random.set_state(tuple(states["numpy"]))
 
 
-# -----------------------------------------------------------------------------
-# Where a checkpoint may be made, and whether one is of this loop.
+# --------------------------------------------------------------------------------------------------
+# Checks of a folder.
 
 
 def _require_free(folder: Path) -> None:
-    """Raise ConfigError unless nothing is there but what a save left that did not end."""
-    names = [own.name for own in folder.iterdir()] if folder.is_dir() else []
-    if not folder.exists() or (folder.is_dir() and all(map(_LEFT.fullmatch, names))):
+    """Raise ConfigError unless `folder` is missing, empty, or has only an unfinished save."""
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    if not folder.exists() or (folder.is_dir() and all(map(_UNFINISHED.fullmatch, names))):
         return
-    what = "a checkpoint already" if MANIFEST in names else "no empty folder"
+    problem = "a checkpoint already" if MANIFEST in names else "no empty folder"
     raise ConfigError(
-        f"{folder} is {what}, and nothing is overwritten: give each checkpoint a folder of its "
+        f"{folder} is {problem}, and nothing is overwritten: give each checkpoint a folder of its "
         "own, such as f'checkpoints/step_{step:08d}', and remove those that you do not need"
     )
 
 
 def _find(path: Path, missing_ok: bool) -> Path | None:
-    if folders := finished(path):
+    """Return the newest checkpoint in `path`; None if there is none and that is `missing_ok`."""
+    if folders := find_checkpoints(path):
         return folders[0]
-    others = sorted(own.parent.name for own in path.glob(f"*/{MANIFEST}"))
+    others = sorted(manifest.parent.name for manifest in path.glob(f"*/{MANIFEST}"))
     if missing_ok and not others:
         return None
     names = f" as step_<number>, but {', '.join(others[:8])}" if others else ""
@@ -343,41 +393,52 @@ def _find(path: Path, missing_ok: bool) -> Path | None:
     )
 
 
-def _compare(folder: Path, manifest: Manifest, now: Mapping[str, str]) -> dict[str, Any]:
-    """What the manifest tells of the loop. Raises ConfigError where it is not this one."""
-    told = manifest.header.get("loop")
-    if told is None:
+def _require_same_loop(folder: Path, manifest: Manifest, description: Mapping[str, str]) -> int:
+    """Return the number of ranks that wrote a checkpoint.
+
+    Raises ConfigError if it is one of a run, or of a loop with another description.
+    """
+    saved = manifest.header.get("loop")
+    if saved is None:
         raise ConfigError(
             f"{folder} is a checkpoint of a run, not of distcache.save: resume it with "
             "trainer.resume"
         )
-    if wrong := differences(told["like"], now, "not there"):
+    if changes := differences(saved["like"], description, "not there"):
         raise ConfigError(
-            f"{folder} is a checkpoint of another loop: {wrong}. Make the model and optimizers as "
-            "they were"
+            f"{folder} is a checkpoint of another loop: {changes}. Make the model and optimizers "
+            "as they were"
         )
-    return told
+    return saved["ranks"]
 
 
-def _read_own(reader: BlockReader, world: World, ranks: int) -> dict[str, Any]:
-    """All but the tables: what all ranks had alike, and what this rank had. At another number of
-    ranks the first rank's, but no random state and of `extra` only what was alike."""
+def _read_own_values(reader: BlockReader, world: World, ranks: int) -> dict[str, Any]:
+    """Return all values but the tables: those equal on all ranks, and those of this rank.
+
+    `ranks`: number of ranks that saved them. On another number of ranks the values of the first
+    one are returned, without random states, and of `extra` only those equal on all ranks.
+    """
     names = [name for name in reader.values.state_dict_metadata if not name.startswith(TABLES)]
-    found = {name: name for name in names if not name.startswith("own.")}
-    same = ranks == world.size
-    mine = f"own.{world.rank if same else 0}."
-    own = {name.removeprefix(mine): name for name in names if name.startswith(mine)}
-    if not same:
-        left = [name.removeprefix("extra.") for name in own if name.startswith("extra.")]
-        own = {name: at for name, at in own.items() if not name.startswith("extra.")}
-        for values in (own, found):
-            values.pop("random", None)
+    same_ranks = ranks == world.size
+    prefix = f"own.{world.rank if same_ranks else 0}."
+    stored_names = {name: name for name in names if not name.startswith("own.")}
+    own_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    if not same_ranks:
+        dropped = [name for name in own_names if name.startswith("extra.")]
+        for name in dropped:
+            del own_names[name]
         if world.is_first:
+            keys = ", ".join(name.removeprefix("extra.") for name in dropped)
             logger.warning(
                 "saved on %d ranks, loaded on %d: random states stay as they are%s",
                 ranks,
                 world.size,
-                f", and extra has no {', '.join(left)}, each rank's own" if left else "",
+                f", and extra has no {keys}, each rank's own" if keys else "",
             )
-    packed = {name: reader.whole(at) for name, at in (found | own).items()}
-    return {name: load_plain(value.numpy().tobytes()) for name, value in packed.items()}
+    stored_names |= own_names
+    if not same_ranks:
+        stored_names.pop("random", None)
+    return {
+        name: load_plain(reader.read_value(stored).numpy().tobytes())
+        for name, stored in stored_names.items()
+    }

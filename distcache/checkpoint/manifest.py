@@ -31,29 +31,35 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """Name of DCP's file that lists the values of a checkpoint."""
 
+UNFINISHED = ".manifest"
+"""Name of a manifest while it is being written."""
+
 _SUMS_OF_FORMAT_2 = "checksums.json"
 """A file of checkpoints of format 2 only, by which these are recognized and refused."""
 
-UNFINISHED = ".manifest"
-"""A manifest that is being written."""
-
-WAY_OUT = "resume from another checkpoint, or from a copy of this one"
+REMEDY = "resume from another checkpoint, or from a copy of this one"
 
 Mark = tuple[int, int]
-"""Where a stored block ends in its file, in bytes, and the CRC-32 of the file up to there."""
+"""End of a block in its file, in bytes, and the CRC-32 of the file up to there."""
 
-_PIECE_BYTES = 1 << 18
-"""Bytes that are read at a time: a processor's cache holds them until their checksum is taken."""
+_READ_BYTES = 1 << 18
+"""Bytes of one read. They are still in the processor's cache when their checksum is computed."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The manifest.
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `header`: what its run says of it, JSON values; `files`: the marks
-    of each file's blocks, in order, by name; `base`: the whole checkpoint, and its folder, whose
-    tables it has as far as it has none of its own (None: it is whole itself).
+    """Content of a checkpoint.
 
-    The checksum of a block goes on from that of the block before it, so the last one is the whole
-    file's, and both are computed in one pass.
+    `header`: JSON values that describe the run or the loop; `files`: the marks of each file's
+    blocks, in order, by name; `base`: folder and manifest of the whole checkpoint that this one
+    rests on, which has the tables that this one lacks (None: this one is whole).
+
+    The checksum of a block continues from that of the block before it. Thus the last one is the
+    checksum of the file, and one pass computes all of them.
     """
 
     header: dict[str, Any]
@@ -62,7 +68,7 @@ class Manifest:
 
     @property
     def crc32(self) -> str:
-        """The checksum of the manifest, whatever its spaces and the order of its keys."""
+        """Checksum of the manifest, independent of spaces and of the order of keys."""
         body = json.dumps({"header": self.header, "files": self.files}, sort_keys=True)
         return f"{zlib.crc32(body.encode()):08x}"
 
@@ -72,13 +78,14 @@ class Manifest:
         return sum(marks[-1][0] for marks in self.files.values() if marks)
 
     def write(self, folder: Path) -> None:
-        """Make `folder`, whose files are on the disk, a checkpoint. Raises DistcacheError."""
+        """Make `folder`, whose files are on disk, a checkpoint. Raises DistcacheError."""
         body = {"header": self.header, "files": self.files}
         text = json.dumps({"crc32": self.crc32, "checkpoint": body})
         try:
             with BlockFile(folder / UNFINISHED) as file:
                 file.write(text.encode())
-            (folder / UNFINISHED).rename(folder / MANIFEST)  # a process that dies leaves no half
+            # Renamed, so that a process that is killed here leaves no half of a manifest.
+            (folder / UNFINISHED).rename(folder / MANIFEST)
             sync_folder(folder)
         except OSError as error:
             raise DistcacheError(f"{folder / MANIFEST}: {error.strerror}") from error
@@ -94,35 +101,80 @@ class Manifest:
         if not (folder / MANIFEST).is_file():
             if (folder / _SUMS_OF_FORMAT_2).is_file():
                 raise _other_format(folder, 2)
-            raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {WAY_OUT}")
-        found = _read_manifest(folder)
-        found._check_files(folder)
-        found._check_header(folder)
-        if (where := _base_folder(folder, found.header)) is None:
-            return found
+            raise DataError(f"{folder} has no {MANIFEST}, so it was never finished: {REMEDY}")
+        manifest = _read_checked(folder)
+        base_folder = _base_folder(folder, manifest.header)
+        if base_folder is None:
+            return manifest
         try:
-            base = _read_manifest(where)
-            base._check_files(where)
-            base._check_header(where)
-            if base.crc32 != found.header["base"]["crc32"]:
-                raise DataError(f"{where} is another checkpoint than the one that was there")
+            base = _read_checked(base_folder)
+            if base.crc32 != manifest.header["base"]["crc32"]:
+                raise DataError(f"{base_folder} is another checkpoint than the one that was there")
         except DataError as error:
             raise DataError(
-                f"{folder} has the rows alone that changed since {where.name}: {error}"
+                f"{folder} has only the rows that changed since {base_folder.name}: {error}"
             ) from error
-        return replace(found, base=(where, base))
+        return replace(manifest, base=(base_folder, base))
+
+    def verify(self, folder: Path) -> None:
+        """Raise DataError with the name of a file in `folder` that differs from what was written.
+
+        Reads all files.
+        """
+        for name, marks in self.files.items():
+            ends = [end for end, _ in marks]
+            for start, end in pairwise([0, *ends]):
+                self.block(folder, name, start, end - start)
+
+    def block(self, folder: Path, name: str, start: int, length: int) -> bytes:
+        """Return the block of file `name` that begins at byte `start`.
+
+        Raises DataError if there is no such block, or it differs from what was written.
+        """
+        self.checksums(folder, name, start, length)  # before memory is allocated for it
+        data = bytearray(length)
+        self.read_into([memoryview(data)], folder, name, start)
+        return bytes(data)
+
+    def read_into(self, parts: Sequence[memoryview], folder: Path, name: str, start: int) -> None:
+        """Fill `parts`, byte buffers, one after the other, with the block of file `name` that
+        begins at byte `start`. After a DataError, as of `block`, their content is invalid."""
+        crc, expected = self.checksums(folder, name, start, sum(map(len, parts)))
+        is_complete = True
+        with open_plain(folder / name) as file:
+            file.seek(start)
+            for part in parts:
+                for offset in range(0, len(part), _READ_BYTES):
+                    piece = part[offset : offset + _READ_BYTES]
+                    is_complete &= file.readinto(piece) == len(piece)
+                    crc = zlib.crc32(piece, crc)
+        if not is_complete or crc != expected:
+            raise damaged(folder, name, len(self.files))
+
+    def checksums(self, folder: Path, name: str, start: int, length: int) -> tuple[int, int]:
+        """Return the checksums of file `name` up to the begin and up to the end of a block.
+
+        Raises DataError if there is no such block.
+        """
+        marks = self.files.get(name, [])
+        end = start + length
+        place = bisect_left(marks, (end, 0))
+        before = marks[place - 1] if place else (0, 0)
+        if place == len(marks) or (before[0], marks[place][0]) != (start, end):
+            raise damaged(folder, name, len(self.files))
+        return before[1], marks[place][1]
 
     def _check_files(self, folder: Path) -> None:
-        """Raise DataError unless all files are in `folder` itself, in their lengths."""
+        """Raise DataError unless all files are regular ones in `folder` with their lengths."""
         for name, marks in self.files.items():
             if name != Path(name).name or "\0" in name or name in ("", "..", MANIFEST):
                 raise DataError(f"the checkpoint {folder} names the file {name!r}, outside of it")
             try:
-                found = (folder / name).lstat()
+                status = (folder / name).lstat()
             except OSError as error:
-                raise DataError(f"the checkpoint {folder} lacks {name}: {WAY_OUT}") from error
+                raise DataError(f"the checkpoint {folder} lacks {name}: {REMEDY}") from error
             length = marks[-1][0] if marks else 0
-            if not stat.S_ISREG(found.st_mode) or found.st_size != length:
+            if not stat.S_ISREG(status.st_mode) or status.st_size != length:
                 raise damaged(folder, name, 1)
 
     def _check_header(self, folder: Path) -> None:
@@ -136,69 +188,8 @@ class Manifest:
             check_header(self.header)
         except ValueError as error:
             raise DataError(
-                f"the manifest of the checkpoint {folder} is invalid: {error}: {WAY_OUT}"
+                f"the manifest of the checkpoint {folder} is invalid: {error}: {REMEDY}"
             ) from error
-
-    def verify(self, folder: Path) -> None:
-        """Raise DataError naming a file of `folder` that is not as it was written."""
-        for name, marks in self.files.items():
-            ends = [end for end, _ in marks]
-            for start, end in pairwise([0, *ends]):
-                self.block(folder, name, start, end - start)
-
-    def block(self, folder: Path, name: str, start: int, length: int) -> bytes:
-        """The block of file `name` from byte `start` on. Raises DataError unless it is one, and as
-        it was written."""
-        self._sums(folder, name, start, length)  # before there is memory for it
-        data = bytearray(length)
-        self.read_into([memoryview(data)], folder, name, start)
-        return bytes(data)
-
-    def read_into(self, parts: Sequence[memoryview], folder: Path, name: str, start: int) -> None:
-        """Fill `parts`, bytes, one after the other, with the block of file `name` from byte `start`
-        on. Raises DataError as `block` does; what the parts hold then is worth nothing."""
-        crc, expected = self._sums(folder, name, start, sum(map(len, parts)))
-        is_whole = True
-        with open_plain(folder / name) as file:
-            file.seek(start)
-            for part in parts:
-                for at in range(0, len(part), _PIECE_BYTES):
-                    piece = part[at : at + _PIECE_BYTES]
-                    is_whole &= file.readinto(piece) == len(piece)
-                    crc = zlib.crc32(piece, crc)
-        if not is_whole or crc != expected:
-            raise damaged(folder, name, len(self.files))
-
-    def _sums(self, folder: Path, name: str, start: int, length: int) -> tuple[int, int]:
-        """The checksums of file `name` up to a block of it and up to its end. Raises DataError
-        where there is none."""
-        marks, end = self.files.get(name, []), start + length
-        at = bisect_left(marks, (end, 0))
-        before = marks[at - 1] if at else (0, 0)
-        if at == len(marks) or (before[0], marks[at][0]) != (start, end):
-            raise damaged(folder, name, len(self.files))
-        return before[1], marks[at][1]
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    """A manifest alone. Raises DataError where there is none, or it is damaged."""
-    path = folder / MANIFEST
-    try:
-        with open_regular(path) as file:  # the base's may be anything
-            found = json.loads(file.read())
-        body = found["checkpoint"]
-        if not isinstance(body["header"], dict):
-            raise ValueError("'header' is no mapping")
-        manifest = Manifest(body["header"], check_files(body["files"]))
-        if found["crc32"] != manifest.crc32:
-            raise ValueError("its checksum is another one")
-    except FileNotFoundError as error:
-        raise DataError(f"there is no {path}: {WAY_OUT}") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): {WAY_OUT}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({error}): {WAY_OUT}") from error
-    return manifest
 
 
 def rests_on(folder: Path) -> Path | None:
@@ -207,14 +198,46 @@ def rests_on(folder: Path) -> Path | None:
     return _base_folder(folder, _read_manifest(folder).header)
 
 
+def _read_checked(folder: Path) -> Manifest:
+    """Return the manifest in `folder` after the checks of its files and of its header."""
+    manifest = _read_manifest(folder)
+    manifest._check_files(folder)
+    manifest._check_header(folder)
+    return manifest
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    """Read a manifest alone. Raises DataError if there is none, or it is damaged."""
+    path = folder / MANIFEST
+    try:
+        with open_regular(path) as file:  # a base's manifest may be a FIFO or a device
+            content = json.loads(file.read())
+        body = content["checkpoint"]
+        if not isinstance(body["header"], dict):
+            raise ValueError("'header' is no mapping")
+        manifest = Manifest(body["header"], check_files(body["files"]))
+        if content["crc32"] != manifest.crc32:
+            raise ValueError("its checksum differs from its content")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {path}: {REMEDY}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}): {REMEDY}") from error
+    return manifest
+
+
 def _base_folder(folder: Path, header: Mapping[str, Any]) -> Path | None:
-    if (told := header.get("base")) is None:
+    """Return the folder that `header` names as the base of the checkpoint in `folder`, if any."""
+    base = header.get("base")
+    if base is None:
         return None
-    name = told.get("folder") if isinstance(told, dict) else told
+    name = base.get("folder") if isinstance(base, dict) else base
     if not isinstance(name, str) or name != Path(name).name or "\0" in name or name in ("", ".."):
         raise DataError(f"the checkpoint {folder} rests on {name!r}, which is not beside it")
-    unclear = folder.is_symlink() or folder.name in ("", "..")
-    return (folder.resolve() if unclear else folder).parent / name
+    # `parent` of a link, or of `x/..`, would not be the folder that has the checkpoint.
+    is_indirect = folder.is_symlink() or folder.name in ("", "..")
+    return (folder.resolve() if is_indirect else folder).parent / name
 
 
 def _other_format(folder: Path, version: int) -> ConfigError:
@@ -225,50 +248,53 @@ def _other_format(folder: Path, version: int) -> ConfigError:
     )
 
 
-def damaged(folder: Path, names: str, count: int) -> DataError:
+def damaged(folder: Path, name: str, count: int) -> DataError:
+    """Return the error for a file of a checkpoint, one of `count`, that is not as written."""
     return DataError(
-        f"the checkpoint {folder} is damaged: {names} (of {count} files) not as written, by "
-        f"length or checksum: {WAY_OUT}"
+        f"the checkpoint {folder} is damaged: {name} (of {count} files) not as written, by "
+        f"length or checksum: {REMEDY}"
     )
 
 
-def open_plain(path: Path) -> io.BufferedReader:
-    """A regular file that is no link, for reading."""
-    try:
-        return open_regular(path, os.O_NOFOLLOW)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): {WAY_OUT}") from error
+# --------------------------------------------------------------------------------------------------
+# Files.
 
-
-_BEGIN_BYTES = 16 << 20
-"""After so many bytes the disk begins with them, while others are computed."""
+_FLUSH_BYTES = 16 << 20
+"""The disk starts to write after so many bytes, while more of them are computed."""
 
 
 class BlockFile(io.FileIO):
-    """A new file that its owner alone may read, with its length and checksum so far; on the disk
-    once it is left."""
+    """A new file, readable by its owner only, with its length and checksum so far.
+
+    It is on disk when the `with` block is left without an error.
+    """
 
     def __init__(self, path: Path) -> None:
-        how = os.O_NOFOLLOW
-        super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags | how, 0o600))
-        self.end = self.crc = self._begun = 0
+        no_link = os.O_NOFOLLOW
+        super().__init__(
+            path, "xb", opener=lambda name, flags: os.open(name, flags | no_link, 0o600)
+        )
+        self.end = 0
+        self.crc = 0
         self.error: OSError | None = None
+        self._flushed = 0
 
     def write(self, data: Any) -> int:
-        """Append `data`; its length in bytes."""
-        left = memoryview(data).cast("B")
-        count = len(left)
-        self.crc = zlib.crc32(left, self.crc)
+        """Append `data` and return its length in bytes."""
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        self.crc = zlib.crc32(rest, self.crc)
         try:
-            while len(left):
-                left = left[super().write(left) :]
+            while len(rest):
+                rest = rest[super().write(rest) :]
         except OSError as error:
             self.error = error
             raise
         self.end += count
-        if (new := self.end - self._begun) >= _BEGIN_BYTES:  # else fsync has it all to do
-            os.posix_fadvise(self.fileno(), self._begun, new, os.POSIX_FADV_DONTNEED)
-            self._begun = self.end
+        new_bytes = self.end - self._flushed
+        if new_bytes >= _FLUSH_BYTES:  # otherwise fsync writes all of it at the end
+            os.posix_fadvise(self.fileno(), self._flushed, new_bytes, os.POSIX_FADV_DONTNEED)
+            self._flushed = self.end
         return count
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
@@ -280,26 +306,40 @@ class BlockFile(io.FileIO):
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(there)
+        os.fsync(descriptor)
     finally:
-        os.close(there)
+        os.close(descriptor)
 
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """Open a regular file, no link, for reading. Raises DataError."""
+    try:
+        return open_regular(path, os.O_NOFOLLOW)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks of the structure: JSON values of known types.
 
 _Test = Callable[[Any], bool]
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Return True for an int, but no bool, that fits into 64 bits."""
     return type(value) is int and -(2**63) <= value < 2**63
 
 
 def is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 0
+    """Return True for an int of at least 0."""
+    return is_int(value) and value >= 0
 
 
 def is_text(value: Any) -> bool:
+    """Return True for a str."""
     return isinstance(value, str)
 
 
@@ -308,7 +348,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return _is_int(value) or isinstance(value, float)
+    return is_int(value) or isinstance(value, float)
 
 
 def _is_hexadecimal(value: Any) -> bool:
@@ -340,8 +380,8 @@ def _mapping_of(test: _Test) -> _Test:
 
 
 _COUNT = "a whole number of at least 0"
-
 _Schema = Mapping[str, tuple[_Test, str]]
+"""For each key a test of its value, and a description of a valid value."""
 
 _HEADER: _Schema = {
     "step": (is_count, _COUNT),
@@ -349,22 +389,19 @@ _HEADER: _Schema = {
     "versions": (_optional(_is_mapping), "a mapping"),
     "config": (_optional(_is_mapping), "a mapping"),
 }
-
 _RUN_HEADER: _Schema = {
     "loss_digest": (_is_hexadecimal, "hexadecimal text"),
     "phase": (_optional(_is_mapping), "a mapping"),
 }
-
 _RUN: _Schema = {
     **dict.fromkeys(("mode", "dtype", "optimizer"), (is_text, "text")),
     **dict.fromkeys(("world_size", "global_batch_size"), (is_count, _COUNT)),
-    "seed": (_is_int, "a whole number"),
+    "seed": (is_int, "a whole number"),
     "model": (_is_mapping, "a mapping"),
     "steps_per_epoch": (_optional(is_count), _COUNT),
     "tables": (_list_of(_is_table), "a list of [name, rows, width]"),
     "data": (_list_of(_is_pair), "a list of pairs of texts"),
 }
-
 _PHASE: _Schema = {
     **dict.fromkeys(("epoch", "hot", "cold", "left", "falls"), (is_count, _COUNT)),
     **dict.fromkeys(("rate", "until"), (_is_number, "a number")),
@@ -372,21 +409,18 @@ _PHASE: _Schema = {
     "loss": (_optional(_is_number), "a number"),
     "due": (lambda value: isinstance(value, bool), "true or false"),
 }
-
 _LOOP: _Schema = {
     "like": (_mapping_of(is_text), "a mapping of texts"),
     "ranks": (lambda value: is_count(value) and value > 0, "a whole number of at least 1"),
 }
-
 _BASE: _Schema = dict.fromkeys(("folder", "crc32"), (is_text, "text"))
-
-_MAY_LACK = {"metrics", "versions", "config"}
+_OPTIONAL_KEYS = {"metrics", "versions", "config"}
 
 
 def check_header(header: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first key of a manifest's header that is missing or wrong.
+    """Raise ValueError with the first key of a manifest's header that is missing or invalid.
 
-    The header is one of a run (`run`) or of a loop (`loop`).
+    A header describes a training run (key `run`) or a loop with `distcache.save` (key `loop`).
     """
     _check(header, _HEADER, "")
     kind = "loop" if "loop" in header else "run"
@@ -403,39 +437,46 @@ def check_header(header: Mapping[str, Any]) -> None:
             raise ValueError(f"'phase.{unknown[0]}' is unknown")
     if header.get("base") is not None:
         if not isinstance(header["base"], dict):
-            raise ValueError(f"'base' is {shown(header['base'])}, and must be a mapping")
+            raise ValueError(f"'base' is {shorten(header['base'])}, and must be a mapping")
         _check(header["base"], _BASE, "base.")
 
 
 def _check(values: Mapping[str, Any], schema: _Schema, prefix: str) -> None:
-    for key, (is_good, expected) in schema.items():
+    for key, (is_valid, expected) in schema.items():
         if key not in values:
-            if key not in _MAY_LACK:
+            if key not in _OPTIONAL_KEYS:
                 raise ValueError(f"it lacks '{prefix}{key}'")
-        elif not is_good(values[key]):
-            raise ValueError(f"'{prefix}{key}' is {shown(values[key])}, and must be {expected}")
+        elif not is_valid(values[key]):
+            raise ValueError(f"'{prefix}{key}' is {shorten(values[key])}, and must be {expected}")
 
 
-def shown(value: Any) -> str:
+def list_first(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first five texts, and the number of the others, for a message."""
+    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+    return separator.join(texts[:5]) + more
+
+
+def shorten(value: Any) -> str:
+    """Return at most 60 characters of `repr(value)`, for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def check_files(files: Any) -> dict[str, list[tuple[int, int]]]:
-    """The marks of each file's blocks, by name: (end in bytes, CRC-32), in order.
+def check_files(files: Any) -> dict[str, list[Mark]]:
+    """Return the marks of each file's blocks, by name, from JSON values.
 
-    Raises ValueError that names a file whose marks are wrong.
+    Raises ValueError with the name of a file whose marks are invalid.
     """
     if not isinstance(files, dict):
-        raise ValueError(f"'files' is {shown(files)}, and must be a mapping")
-    marks_by_name: dict[str, list[tuple[int, int]]] = {}
+        raise ValueError(f"'files' is {shorten(files)}, and must be a mapping")
+    marks_by_name: dict[str, list[Mark]] = {}
     for name, marks in files.items():
-        before = 0
+        previous_end = 0
         marks_by_name[name] = []
         for mark in marks if isinstance(marks, list) else [None]:
             is_mark = isinstance(mark, list) and len(mark) == 2 and all(map(is_count, mark))
-            if not is_mark or mark[0] < before or mark[1] >= 2**32:
+            if not is_mark or mark[0] < previous_end or mark[1] >= 2**32:
                 raise ValueError(f"the blocks of {name!r} have no ascending ends and checksums")
-            before = mark[0]
+            previous_end = mark[0]
             marks_by_name[name].append((mark[0], mark[1]))
     return marks_by_name

@@ -27,23 +27,28 @@ from torch.futures import Future
 
 from distcache.checkpoint.manifest import (
     METADATA,
-    WAY_OUT,
+    REMEDY,
     Manifest,
     damaged,
     is_count,
     is_text,
     open_plain,
-    shown,
+    shorten,
 )
-from distcache.checkpoint.writer import TABLES, as_bytes, finished_future
+from distcache.checkpoint.writer import TABLES, as_bytes, completed_future
 from distcache.data.own import load_plain
 from distcache.engine.whole import CHANGED
 from distcache.errors import ConfigError, DataError
 
+# --------------------------------------------------------------------------------------------------
+# DCP's list of values.
 
-def _member(owner: Any, name: Any) -> metadata._MEM_FORMAT_ENCODING:
-    """`getattr`, by which Python 3.11.2 pickles a member of an enum: of DCP's alone. Raises
-    UnpicklingError for any other."""
+
+def _enum_member(owner: Any, name: Any) -> metadata._MEM_FORMAT_ENCODING:
+    """Replacement of `getattr`, by which Python 3.11.2 pickles members of an enum.
+
+    Raises UnpicklingError for anything but a member of DCP's enum.
+    """
     if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}")
@@ -59,7 +64,7 @@ _RECORDS = (
     metadata.StorageMeta,
     filesystem._StorageInfo,
 )
-"""DCP's classes whose instances have attributes in a pickle."""
+"""DCP's classes whose instances may set attributes in a pickle."""
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (known.__module__, known.__qualname__): known
@@ -69,39 +74,41 @@ _CLASSES: dict[tuple[str, str], Any] = {
         torch.serialization._get_layout,
         pathlib.PosixPath,
     )
-} | {("builtins", "getattr"): _member}
-"""What DCP's `.metadata` is made of, beside sizes and dtypes."""
+} | {("builtins", "getattr"): _enum_member}
+"""Classes and functions that DCP's `.metadata` refers to, besides sizes and dtypes."""
 
 
 class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Reads pickles of DCP's classes and of what Python has built in, and refuses all others before
-    anything of theirs is called.
+    """Unpickler of DCP's classes and of Python's built-in values.
 
-    It is the unpickler written in Python, because that in C lets the opcode BUILD set attributes of
-    any object on its stack: also of the known classes and functions, for the whole process.
+    Everything else is refused before any of its code is called. The base class is the unpickler
+    written in Python, because in the C implementation the opcode BUILD sets attributes of any
+    object on the stack, also of the known classes and functions, for the whole process.
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
-        """A known class, or a dtype. Raises UnpicklingError for any other."""
-        found = _CLASSES.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype) or found is torch.Size else None
-        if found is None:
+        """Return a known class, or a dtype. Raises UnpicklingError for any other."""
+        known = _CLASSES.get((module, name))
+        if known is None and module == "torch":
+            attribute = getattr(torch, name, None)
+            if isinstance(attribute, torch.dtype) or attribute is torch.Size:
+                known = attribute
+        if known is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return found
+        return known
 
     def _build(self) -> None:
-        """The opcode BUILD, for instances of DCP's records alone. Raises UnpicklingError."""
+        """Execute the opcode BUILD for instances of DCP's records only. Raises UnpicklingError."""
         target = self.stack[-2]
         state = self.stack[-1]
         if type(target) not in _RECORDS:
-            raise pickle.UnpicklingError(f"it sets attributes of {shown(target)}")
+            raise pickle.UnpicklingError(f"it sets attributes of {shorten(target)}")
         if isinstance(state, dict):
             is_plain = all(is_text(name) and not name.startswith("__") for name in state)
-        else:  # of `TensorProperties.__setstate__`; others would set attributes of slots
+        else:
+            # State of `TensorProperties.__setstate__`. Of other classes it would set slots.
             is_plain = isinstance(target, metadata.TensorProperties)
         if not is_plain or "__setstate__" in vars(target):
             raise pickle.UnpicklingError(f"it sets other attributes of a {type(target).__name__}")
@@ -111,31 +118,36 @@ class MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
 
 
 def load_metadata(data: bytes) -> metadata.Metadata:
-    """DCP's list of values in a pickle. Raises UnpicklingError, or whatever bytes make of it."""
-    found = MetadataUnpickler(io.BytesIO(data)).load()
-    if not isinstance(found, metadata.Metadata):
-        raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
-    if not isinstance(found.state_dict_metadata, dict) or not isinstance(found.storage_data, dict):
+    """Return DCP's list of values from a pickle, with a checked structure.
+
+    Raises UnpicklingError, or any other exception that invalid bytes cause.
+    """
+    values = MetadataUnpickler(io.BytesIO(data)).load()
+    if not isinstance(values, metadata.Metadata):
+        raise pickle.UnpicklingError(f"it is a {type(values).__name__}")
+    entries = values.state_dict_metadata
+    places = values.storage_data
+    if not isinstance(entries, dict) or not isinstance(places, dict):
         raise pickle.UnpicklingError("it has no mappings of values and of their places")
-    for index, info in found.storage_data.items():
-        if not _is_place(index, info):
-            raise pickle.UnpicklingError(f"{shown(index)} has no place of a block")
-    for name, value in found.state_dict_metadata.items():
-        if not _is_value(name, value, found.storage_data):
-            raise pickle.UnpicklingError(f"{shown(name)} is no value with blocks that have places")
-    found.storage_meta = found.storage_meta or metadata.StorageMeta()
-    return found
+    for index, place in places.items():
+        if not _is_place(index, place):
+            raise pickle.UnpicklingError(f"{shorten(index)} has no place of a block")
+    for name, value in entries.items():
+        if not _is_value(name, value, places):
+            raise pickle.UnpicklingError(f"{shorten(name)} is no value with blocks in files")
+    values.storage_meta = values.storage_meta or metadata.StorageMeta()
+    return values
 
 
-def _is_place(index: Any, info: Any) -> bool:
+def _is_place(index: Any, place: Any) -> bool:
     return (
         isinstance(index, metadata.MetadataIndex)
         and is_text(index.fqn)
         and isinstance(index.offset, torch.Size | None)
-        and isinstance(info, filesystem._StorageInfo)
-        and is_text(info.relative_path)
-        and is_count(info.offset)
-        and is_count(info.length)
+        and isinstance(place, filesystem._StorageInfo)
+        and is_text(place.relative_path)
+        and is_count(place.offset)
+        and is_count(place.length)
     )
 
 
@@ -168,228 +180,275 @@ def _is_block(
     return metadata.MetadataIndex(name, chunk.offsets) in places
 
 
-def _read_metadata(folder: Path, data: bytes) -> metadata.Metadata:
+def _read_metadata(folder: Path, manifest: Manifest) -> metadata.Metadata:
+    """Return the list of values of the checkpoint in `folder`. Raises DataError."""
+    marks = manifest.files.get(METADATA, [])
+    if len(marks) != 1:
+        raise damaged(folder, METADATA, len(manifest.files))
+    length = marks[0][0]
+    data = manifest.block(folder, METADATA, 0, length)
     try:
-        return load_metadata(data)
-    except Exception as error:  # whatever bytes make of it
-        raise DataError(f"{folder / METADATA} is no list of values ({error}): {WAY_OUT}") from error
+        values = load_metadata(data)
+    except Exception as error:  # invalid bytes cause exceptions of any kind
+        raise DataError(f"{folder / METADATA} is no list of values ({error}): {REMEDY}") from error
+    # The list may name any file. Nothing is opened that the manifest does not have.
+    for place in values.storage_data.values():
+        manifest.checksums(folder, place.relative_path, place.offset, place.length)
+    return values
 
+
+# --------------------------------------------------------------------------------------------------
+# Blocks.
 
 _READERS = 4
-"""Threads of a rank that read blocks: on one node the first rank reads what all ranks share."""
+"""Threads of a rank that read blocks. On one node the first rank reads all that ranks share."""
 
-_Wanted = tuple[planner.ReadItem, Tensor]
-"""A part of a block, and where it goes."""
+_Request = tuple[planner.ReadItem, Tensor]
+"""A part of a block, and the tensor that receives it."""
 
 
-def _described(head: bytes | bytearray) -> bytes:
-    """What the bytes of a block before its values say of these: all before the last of the zip
-    file's records, which begins with the checksum of the values."""
+def _without_checksum(head: bytes | bytearray) -> bytes:
+    """Return the part of a block's head that depends only on dtype and shape of its values: all
+    before the last record of the zip file, which begins with the checksum of the values."""
     return bytes(head[: head.rfind(b"PK\3\4")])
 
 
 class BlockReader(FileSystemReader):
-    """Reads what `BlockWriter` wrote, each block compared with its checksum as it is read.
+    """DCP reader of the blocks of `BlockWriter`, which compares each with its checksum.
 
-    Where a checkpoint rests on another one, blocks of its tables are those of that one, with the
-    rows that changed since; `older`: the names of these tables' values. `values`: the list of all
-    values, as of a whole checkpoint; `own`: of those in its folder. What the last rows that changed
-    came from stays in memory.
+    If the checkpoint rests on another one, blocks of its tables are read from that one, and rows
+    that changed since are put in. The source of the rows that changed last stays in memory.
+
+    `values`: the list of all values, as of a whole checkpoint; `own_values`: values in the
+    checkpoint's own folder by name; `base_names`: names of the values that are read from the other
+    checkpoint.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Raises DataError for a list of values that is damaged."""
+        """Read the list of values. Raises DataError if it is damaged."""
         super().__init__(folder)
         self._manifest = manifest
-        marks = manifest.files.get(METADATA, [])
-        if len(marks) != 1:
-            raise damaged(folder, METADATA, len(manifest.files))
-        ((length, _),) = marks
-        own = _read_metadata(folder, manifest.block(folder, METADATA, 0, length))
-        # The list of values may name anything: nothing is opened that the manifest does not have.
-        for info in own.storage_data.values():
-            manifest._sums(folder, info.relative_path, info.offset, info.length)
-        self.values, self._places, self.older = own, own.storage_data, set[str]()
-        self.own = own.state_dict_metadata
-        self._ids = "", np.empty(0, np.int64), np.empty(0, np.int64)
-        self._changed: StoredRows | None = None
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, int], tuple[Tensor, bytes]] = {}
-        """Of the last block of a value and a length, what `_blank` gave: a disk that is not asked
-        for the list at the end of each block reads them faster."""
+        values = _read_metadata(folder, manifest)
+        self.values = values
+        self.own_values = values.state_dict_metadata
+        self.base_names: set[str] = set()
+        self._places = values.storage_data
         self._base: BlockReader | None = None
+        # Of the last table that was asked for: name, changed ids, and their places in its values.
+        self._ids = ("", np.empty(0, np.int64), np.empty(0, np.int64))
+        self._changed: StoredRows | None = None
+        # Result of `_layout` for the last block of each value and length. Disks read blocks faster
+        # if they are not asked for the directory at the end of each one.
+        self._layouts: dict[tuple[str, int], tuple[Tensor, bytes]] = {}
         if manifest.base is not None:
             self._base = BlockReader(*manifest.base)
-            self.values, self.older = _merged(own, self._base.values)
+            self.values, self.base_names = _merged(values, self._base.values)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """The list of values, which was read at the start."""
+        """Return the list of values, which has been read already."""
         return self.values
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
-        """Read the blocks that the plan's items are in, each of them once."""
+        """Read the blocks of the plan's items, each of them once."""
 
-        def place(part: _Wanted) -> tuple[str, tuple[int, ...]]:
-            index = part[0].storage_index
+        def block_of(request: _Request) -> tuple[str, tuple[int, ...]]:
+            index = request[0].storage_index
             return index.fqn, tuple(index.offset or ())
 
-        wanted = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-        # In the order of a value's rows. A thread has a run of these, as a disk reads ahead of what
-        # lies one after the other; rows that changed are read once where all are at one value.
-        blocks = [list(of) for _, of in groupby(sorted(wanted, key=place), place)]
-        share = 1 if self.older else max(1, -(-len(blocks) // _READERS))
-        runs = [blocks[at : at + share] for at in range(0, len(blocks), share)]
+        requests = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
+        # In the order of a value's rows, in which disks read ahead, a run of blocks per thread.
+        blocks = [list(group) for _, group in groupby(sorted(requests, key=block_of), block_of)]
+        # One run if rows of two checkpoints are joined: then each changed row is read once.
+        count = 1 if self.base_names else _READERS
+        run_length = max(1, -(-len(blocks) // count))
+        runs = [blocks[start : start + run_length] for start in range(0, len(blocks), run_length)]
 
-        def read_run(run: list[list[_Wanted]]) -> None:
+        def read_run(run: list[list[_Request]]) -> None:
             try:
-                for of in run:
-                    self._read_block(of)
+                for block in run:
+                    self._read_block(block)
             except BaseException:
-                for other in runs:  # what is left is for nobody
+                for other in runs:  # the other threads stop after their current block
                     other.clear()
                 raise
 
         with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(read_run, runs))  # and raise what one of them raised
-        for item, target in wanted:
+            list(pool.map(read_run, runs))  # raises the error of a thread
+        for item, target in requests:
             planner.commit_tensor(item, target)
-        return finished_future(None)
+        return completed_future(None)
 
-    def _read_block(self, parts: Sequence[_Wanted]) -> None:
-        """Read a block, and copy its parts to where they go, unless they are there already."""
-        stored = self.load_block(parts[0][0].storage_index, parts[0][1])
-        for item, target in parts:
+    def _read_block(self, requests: Sequence[_Request]) -> None:
+        """Read a block, and copy its parts to their targets unless they are there already."""
+        stored = self.load_block(requests[0][0].storage_index, requests[0][1])
+        for item, target in requests:
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             part = stored[tuple(slice(start, start + count) for start, count in spans)]
             if part.shape != target.shape:
                 index = item.storage_index
-                reader = self._base if index.fqn in self.older and self._base else self
+                reader = self._base if index.fqn in self.base_names and self._base else self
                 name = reader._places[index].relative_path
                 raise damaged(reader.path, name, len(reader._manifest.files))
             if part.data_ptr() != target.data_ptr():
                 target.copy_(part)
 
     def load_block(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
-        """The tensor that is a block of a value, as of now: `into` itself where that is one of the
-        same shape in the same order. Raises DataError."""
-        found = self._load(index, into)
-        if index.fqn in self.older:
+        """Return a block of a value with its current rows.
+
+        It is `into` itself if that has the block's shape, dtype and memory layout. Raises
+        DataError.
+        """
+        block = self._load_stored(index, into)
+        if index.fqn in self.base_names:
             with self._lock:
-                self.put_changed(index.fqn, (index.offset or (0,))[0], found)
-        return found
+                self.put_changed(index.fqn, (index.offset or (0,))[0], block)
+        return block
 
     def changed_ids(self, table: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a table's rows that changed, int64, ascending, and where in its values each
-        of these rows lies. None for a table that has not changed, or is whole."""
+        """Return the ids of a table's changed rows, int64, ascending, and the place of each of
+        these rows in its changed values. Both are empty if the table has none, or is whole."""
         if self._ids[0] != table:
-            name, ids = f"{CHANGED}{TABLES}{table}.ids", np.empty(0, np.int64)
-            if name in self.own:
-                ids = self.whole(name).numpy()
+            name = f"{CHANGED}{TABLES}{table}.ids"
+            ids = np.empty(0, np.int64)
+            if name in self.own_values:
+                ids = self.read_value(name).numpy()
             order = ids.argsort(kind="stable")
-            self._ids = table, ids[order], order
+            self._ids = (table, ids[order], order)
         return self._ids[1:]
 
     def put_changed(self, name: str, first: int, block: Tensor) -> None:
-        """Let `block`, rows of a value of the other checkpoint from `first` on, have those that
-        changed. Raises DataError where they are not there."""
+        """Write the changed rows of a value into `block`, its rows from `first` on.
+
+        Raises DataError if they are missing.
+        """
         ids, places = self.changed_ids(name.removeprefix(TABLES).rpartition(".")[0])
-        own = slice(*np.searchsorted(ids, (first, first + len(block))))
-        if own.start == own.stop:
+        start, stop = np.searchsorted(ids, (first, first + len(block)))
+        if start == stop:
             return
         if self._changed is None or self._changed.name != CHANGED + name:
-            value = self.own.get(CHANGED + name)
+            value = self.own_values.get(CHANGED + name)
             if not isinstance(value, metadata.TensorStorageMetadata):
-                raise DataError(f"the checkpoint {self.path} has no {CHANGED}{name}: {WAY_OUT}")
+                raise DataError(f"the checkpoint {self.path} has no {CHANGED}{name}: {REMEDY}")
             self._changed = StoredRows(self, CHANGED + name, value)
-        block[torch.from_numpy(ids[own] - first)] = self._changed.take(places[own])
+        rows = torch.from_numpy(ids[start:stop] - first)
+        block[rows] = self._changed.take(places[start:stop])
 
-    def _load(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
-        """`load_block` as it was last written whole."""
-        if self._base is not None and index.fqn in self.older:
-            return self._base._load(index, into)
-        info = self._places[index]
-        name, start, length = info.relative_path, info.offset, info.length
-        kind = index.fqn, length
-        blank, head = self._seen.get(kind) or self._blank(name, start, length)
-        if blank is not None:
-            alike = into is not None and (into.shape, into.dtype) == (blank.shape, blank.dtype)
-            usable = alike and into.device.type == "cpu" and into.is_contiguous()
-            found = into if usable else torch.empty_like(blank, device="cpu")
-            values = memoryview(found.view(-1).view(torch.uint8).numpy())
-            first, rest = bytearray(len(head)), bytearray(length - len(head) - len(values))
-            parts = [memoryview(first), values, memoryview(rest)]
-            self._manifest.read_into(parts, self.path, name, start)
-            if _described(first) == _described(head):
-                self._seen[kind] = blank, head
-                return found
-        data = self._manifest.block(self.path, name, start, length)
+    def _load_stored(self, index: metadata.MetadataIndex, into: Tensor | None = None) -> Tensor:
+        """Return a block as it was last written as a whole, see `load_block`."""
+        if self._base is not None and index.fqn in self.base_names:
+            return self._base._load_stored(index, into)
+        place = self._places[index]
+        name = place.relative_path
+        key = (index.fqn, place.length)
+        layout = self._layouts.get(key) or self._layout(place)
+        if layout is not None:
+            like, head = layout
+            block = self._read_in_place(place, like, head, into)
+            if block is not None:
+                self._layouts[key] = layout
+                return block
+        # Not laid out as expected: a small value, or one that DCP itself wrote.
+        data = self._manifest.block(self.path, name, place.offset, place.length)
         try:
-            found = load_plain(data)
+            value = load_plain(data)
         except DataError as error:
             raise DataError(f"{self.path / name} holds no tensor: {error}") from error
-        return found if isinstance(found, Tensor) else as_bytes(found)
+        return value if isinstance(value, Tensor) else as_bytes(value)
 
-    def _blank(self, name: str, start: int, length: int) -> tuple[Tensor | None, bytes]:
-        """The tensor of a block without its values, and the block's bytes before these, which lie
-        there one after the other; None where it is no such tensor, or damaged."""
-        with open_plain(self.path / name) as file, suppress(Exception):  # whatever bytes make of it
-            block = self._slice_file(file, filesystem._StorageInfo(name, start, length))
-            blank = torch.load(block, map_location="meta", weights_only=True)
-            at = blank.untyped_storage()._checkpoint_offset
-            size, own = blank.untyped_storage().nbytes(), blank.nbytes
-            if blank.is_contiguous() and 0 < own == size <= length - at:
-                file.seek(start)
-                return blank, file.read(at)
-        return None, b""
+    def _read_in_place(
+        self, place: Any, like: Tensor, head: bytes, into: Tensor | None
+    ) -> Tensor | None:
+        """Read a block directly into the memory of a tensor, `into` if it is suitable.
 
-    def whole(self, name: str) -> Tensor:
-        """A small value, of one dimension where it has several blocks. Raises ConfigError where
-        there is none."""
-        own = [index for index in self._places if index.fqn == name]
-        found = sorted(own, key=lambda index: index.offset or (0,))
-        if not found:
+        `like`, `head`: of `_layout`. Returns None if the block has another head. Raises DataError.
+        """
+        # This takes 40 % of the CPU time of torch.load from a buffer, which copies values twice.
+        fits = into is not None and (into.shape, into.dtype) == (like.shape, like.dtype)
+        if into is not None and fits and into.device.type == "cpu" and into.is_contiguous():
+            block = into
+        else:
+            block = torch.empty_like(like, device="cpu")
+        values = memoryview(block.view(-1).view(torch.uint8).numpy())
+        first = bytearray(len(head))
+        rest = bytearray(place.length - len(head) - len(values))
+        parts = [memoryview(first), values, memoryview(rest)]
+        self._manifest.read_into(parts, self.path, place.relative_path, place.offset)
+        return block if _without_checksum(first) == _without_checksum(head) else None
+
+    def _layout(self, place: Any) -> tuple[Tensor, bytes] | None:
+        """Return a tensor like the block at `place` on the meta device, and the block's bytes
+        before its values. None if the values are not contiguous there, or the block is damaged."""
+        # Whatever exception invalid bytes cause: the block is then read and checked as a whole.
+        with open_plain(self.path / place.relative_path) as file, suppress(Exception):
+            block = self._slice_file(file, place)
+            like = torch.load(block, map_location="meta", weights_only=True)
+            storage = like.untyped_storage()
+            start = storage._checkpoint_offset
+            is_alone = 0 < like.nbytes == storage.nbytes() <= place.length - start
+            if like.is_contiguous() and is_alone:
+                file.seek(place.offset)
+                return like, file.read(start)
+        return None
+
+    def read_value(self, name: str) -> Tensor:
+        """Return a small value, which has one dimension if it has several blocks.
+
+        Raises ConfigError if there is none.
+        """
+        indices = [index for index in self._places if index.fqn == name]
+        if not indices:
             raise ConfigError(
                 f"the checkpoint {self.path} has no {name}, which this run needs: resume with "
                 "the settings it was made with"
             )
-        blocks = [self.load_block(index) for index in found]
+        indices.sort(key=lambda index: index.offset or (0,))
+        blocks = [self.load_block(index) for index in indices]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 class StoredRows:
-    """The rows of a value; the blocks that those taken last came from stay in memory."""
+    """Rows of a value in a checkpoint.
+
+    The blocks from which rows were taken last stay in memory.
+    """
 
     def __init__(
         self, reader: BlockReader, name: str, value: metadata.TensorStorageMetadata
     ) -> None:
-        self.name, self._reader, self._value = name, reader, value
+        self.name = name
+        self._reader = reader
+        self._value = value
         self._starts = np.unique([chunk.offsets[0] for chunk in value.chunks])
-        self._held: dict[torch.Size, Tensor] = {}
+        self._blocks: dict[torch.Size, Tensor] = {}
 
     def take(self, places: np.ndarray) -> Tensor:
-        """Rows `places`, int64 `[m]`, of the value. Raises DataError where blocks are damaged."""
-        shape, dtype = self._value.size, self._value.properties.dtype
-        out, held, found = torch.empty(len(places), *shape[1:], dtype=dtype), {}, 0
-        which = np.unique(np.searchsorted(self._starts, places, side="right") - 1)
-        wanted = set(self._starts[which[which >= 0]].tolist())
-        for chunk in self._value.chunks:  # several of the same rows where columns are apart
+        """Return rows `places`, int64 `[m]`, of the value. Raises DataError for damaged blocks."""
+        shape = self._value.size
+        rows = torch.empty(len(places), *shape[1:], dtype=self._value.properties.dtype)
+        blocks: dict[torch.Size, Tensor] = {}
+        block_numbers = np.unique(np.searchsorted(self._starts, places, side="right") - 1)
+        starts = set(self._starts[block_numbers[block_numbers >= 0]].tolist())
+        count = 0  # of the elements that blocks have provided
+        for chunk in self._value.chunks:  # several with the same rows if columns are split
             first, *columns = chunk.offsets
-            if first not in wanted:
+            if first not in starts:
                 continue
-            if (block := self._held.get(chunk.offsets)) is None:
+            block = self._blocks.get(chunk.offsets)
+            if block is None:
                 block = self._load(chunk)
-            held[chunk.offsets] = block
-            own = np.flatnonzero((places >= first) & (places < first + len(block)))
+            blocks[chunk.offsets] = block
+            here = np.flatnonzero((places >= first) & (places < first + len(block)))
             spans = zip(columns, chunk.sizes[1:], strict=True)
-            part = (torch.from_numpy(own), *(slice(at, at + count) for at, count in spans))
-            out[part] = block[torch.from_numpy(places[own] - first)]
-            found += len(own) * block[:1].numel()
-        self._held = held
-        if found != out.numel():
+            part = (torch.from_numpy(here), *(slice(at, at + width) for at, width in spans))
+            rows[part] = block[torch.from_numpy(places[here] - first)]
+            count += len(here) * block[:1].numel()
+        self._blocks = blocks
+        if count != rows.numel():
             raise DataError(
-                f"the checkpoint {self._reader.path} has not all rows of {self.name}: {WAY_OUT}"
+                f"the checkpoint {self._reader.path} lacks rows of {self.name}: {REMEDY}"
             )
-        return out
+        return rows
 
     def _load(self, chunk: metadata.ChunkStorageMetadata) -> Tensor:
         block = self._reader.load_block(metadata.MetadataIndex(self.name, chunk.offsets))
@@ -398,13 +457,18 @@ class StoredRows:
         return block
 
 
-def _merged(own: metadata.Metadata, base: metadata.Metadata) -> tuple[metadata.Metadata, set[str]]:
-    """The values of a checkpoint with the tables of another one that it has not itself, and the
-    names of these."""
-    found, older = own.state_dict_metadata, base.state_dict_metadata
-    values = {name: value for name, value in found.items() if not name.startswith(CHANGED)}
-    tables = {name for name in older if name.startswith(TABLES)} - values.keys()
-    places = {index: at for index, at in base.storage_data.items() if index.fqn in tables}
-    values |= {name: older[name] for name in tables}
-    every = own.storage_data | places
-    return replace(own, state_dict_metadata=values, storage_data=every), tables
+def _merged(
+    values: metadata.Metadata, base: metadata.Metadata
+) -> tuple[metadata.Metadata, set[str]]:
+    """Return the values of a checkpoint together with the tables that only its base has, and the
+    names of these tables' values."""
+    own = values.state_dict_metadata
+    others = base.state_dict_metadata
+    merged = {name: value for name, value in own.items() if not name.startswith(CHANGED)}
+    base_names = {name for name in others if name.startswith(TABLES)} - merged.keys()
+    merged |= {name: others[name] for name in base_names}
+    places = {index: at for index, at in base.storage_data.items() if index.fqn in base_names}
+    return (
+        replace(values, state_dict_metadata=merged, storage_data=values.storage_data | places),
+        base_names,
+    )

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, beside training where the mode can, and which of them are kept."""
+"""Checkpoints of a run: written beside training if the mode can, and removed by age and metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from distcache.checkpoint import files
 from distcache.checkpoint.manifest import Manifest, rests_on
 from distcache.checkpoint.state import Start, TrainerState, capture
-from distcache.comm.link import on_first, together
+from distcache.comm.link import on_first
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY, SAVE
 from distcache.engine.whole import Snapshot
@@ -27,9 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keeping:
-    """`every`: steps or seconds from one to the next, as of `checks.cadence`; `newest`: how many
-    are kept, and beside them the best by the metric `best` (None: by none); `whole_every`: one of
-    so many is whole, and the others have the rows alone that changed since that."""
+    """Schedule and retention of checkpoints.
+
+    `every`: steps or seconds between two, as of `checks.cadence`; `newest`: number of the newest
+    that are kept; `best`: metric by which the best one is kept too (None: no metric);
+    `whole_every`: one of so many is whole, the others have only the rows that changed since.
+    """
 
     every: tuple[int | None, float | None] = (None, None)
     newest: int = 1
@@ -38,100 +41,118 @@ class Keeping:
 
 
 _NICE = 10
-"""How much the thread that writes beside training stands back where both want a core: a tenth of it
-is left to it. It must get on, for it may hold Python's lock, which training waits for."""
+"""Niceness of the thread that writes beside training. It gets about a tenth of a contended core;
+not less, since it may hold Python's lock, for which training waits."""
 
 
-class _Job(threading.Thread):
-    """Writes one checkpoint. `error`: why it did not; `written`: to be called where it did."""
+class _WriteThread(threading.Thread):
+    """Thread that writes one checkpoint.
+
+    `error`: exception of `work`, if any; `on_success`: to be called in the training thread after
+    the checkpoint has been written.
+    """
 
     def __init__(
         self,
         state: TrainerState,
         work: Callable[[], None],
-        written: Callable[[], None],
+        on_success: Callable[[], None],
         snapshot: Snapshot,
     ) -> None:
         super().__init__(name="distcache-checkpoint", daemon=True)
-        self.state, self.snapshot, self._work, self.written = state, snapshot, work, written
+        self.state = state
+        self.snapshot = snapshot
+        self.on_success = on_success
         self.error: Exception | None = None
+        self._work = work
 
     def run(self) -> None:
-        os.nice(_NICE)  # on Linux, of this thread alone
+        os.nice(_NICE)  # on Linux, of this thread only
         try:
             self._work()
-        except Exception as error:  # told by the training thread
+        except Exception as error:  # the training thread reports it
             self.error = error
 
 
 class Saver(AbstractContextManager):
-    """The checkpoints of a run, in `checkpoints/` of its folder; every method is called by all
-    ranks between the same steps, but for `asks`.
+    """The checkpoints of a run, in `checkpoints/` of its folder.
 
-    `last`: the state of the newest that this process wrote or went on from in this folder.
+    All ranks call each method between the same steps, except for `asks`. `last`: the state of the
+    newest checkpoint in this folder that this process wrote or resumed from.
     """
 
     def __init__(
         self,
-        where: tuple[Path, Start],
+        place: tuple[Path, Start],
         mode: Parallel,
         world: World,
         header: Mapping[str, Any],
         own_state: Callable[[TrainerState], Mapping[str, bytes]],
         keeping: Keeping,
     ) -> None:
-        """`where`: the run folder, and what the run began with; `world`: of
-        `files.file_world`; `header`: what every manifest says of the run; `own_state`: values
-        of this rank alone at a state, by unique names."""
-        run_dir, begun = where
+        """`place`: the run folder, and where the run began; `world`: of `files.file_world`;
+        `header`: entries of every manifest that describe the run; `own_state`: returns values of
+        this rank at a state, by names that no other rank uses."""
+        run_dir, start = place
         self.folder = run_dir / files.CHECKPOINTS
-        here = begun.folder is not None and begun.folder.resolve().parent == self.folder.resolve()
-        self.last = begun.state if here else None
-        self._mode, self.world, self._header = mode, world, dict(header)
-        self._own_state, self._keeping = own_state, keeping
-        self._job: _Job | None = None
+        self.world = world
+        is_here = (
+            start.folder is not None and start.folder.resolve().parent == self.folder.resolve()
+        )
+        self.last = start.state if is_here else None
+        self._mode = mode
+        self._header = dict(header)
+        self._own_state = own_state
+        self._keeping = keeping
+        self._thread: _WriteThread | None = None
+        # The newest whole checkpoint of this process, the mark that was taken with it, and the
+        # number of checkpoints of this process that rest on it.
         self._base: tuple[Path, int] | None = None
-        """The newest whole checkpoint of this process, and the mark that was taken with it."""
         self._resting = 0
-        """How many of this process rest on it."""
-        self._began, self._due, self._told = time.monotonic(), False, False
+        self._last_time = time.monotonic()
+        self._is_due = False
+        self._has_warned = False
         self._best: float | None = on_first(world, lambda: best_of(self.folder, keeping.best)[0])
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error for as long as others may take, at a second Ctrl-C not at all.
+        # After an error wait as long as other ranks may take; after a second Ctrl-C not at all.
         self.wait(None if kind is None else self.world.timeout_s * issubclass(kind, Exception))
 
     def asks(self, done: int) -> tuple[int, bool]:
-        """What this rank tells the others with the step that makes it `done`: bits; and whether a
-        checkpoint falls on that number. Lets go of one that has been written meanwhile."""
-        if self._job is not None and not self._job.is_alive():
+        """Return the bits that this rank sends to the others with the step that makes it `done`,
+        and True if a checkpoint is scheduled after so many steps.
+
+        Also completes a checkpoint that has been written meanwhile.
+        """
+        if self._thread is not None and not self._thread.is_alive():
             self.wait()
         steps, seconds = self._keeping.every
-        falls_on = steps is not None and done % steps == 0
-        if seconds is not None and self.world.is_first:  # one clock for all
-            self._due |= time.monotonic() - self._began >= seconds
-        self._due |= falls_on
-        bits = SAVE * self._due | BUSY * (self._job is not None and self._job.is_alive())
-        return bits, falls_on
+        is_scheduled = steps is not None and done % steps == 0
+        if seconds is not None and self.world.is_first:  # one clock for all ranks
+            self._is_due |= time.monotonic() - self._last_time >= seconds
+        self._is_due |= is_scheduled
+        is_writing = self._thread is not None and self._thread.is_alive()
+        return SAVE * self._is_due | BUSY * is_writing, is_scheduled
 
     def hurry(self) -> None:
-        """Write what is being written without rests, for another one is due."""
-        if self._job is None:
+        """Finish the checkpoint that is being written without rests, since another one is due."""
+        if self._thread is None:
             return
-        self._job.snapshot.hurry.set()
-        if not self._told and self.world.is_first:
-            self._told = True
+        self._thread.snapshot.hurry.set()
+        if not self._has_warned and self.world.is_first:
+            self._has_warned = True
             logger.warning(
                 "a checkpoint is due, but the one of step %s is still being written: it waits; "
                 "raise trainer.checkpoint_every",
-                f"{self._job.state.step:,}",
+                f"{self._thread.state.step:,}",
             )
 
     def is_best(self, metrics: Mapping[str, float | None]) -> bool:
-        """Whether these metrics, which all ranks have, are better than those of any checkpoint."""
+        """Return True if these metrics, equal on all ranks, are better than those of every
+        checkpoint."""
         name = self._keeping.best
         value = None if name is None else metrics[name]
-        if name is None or value is None or not _better(name, value, self._best):
+        if name is None or value is None or not _is_better(name, value, self._best):
             return False
         self._best = value
         return True
@@ -139,15 +160,16 @@ class Saver(AbstractContextManager):
     def write(
         self, state: TrainerState, metrics: Mapping[str, float | None], periodic: bool = True
     ) -> None:
-        """Write a checkpoint of `state`, at which the mode stands; a `periodic` one, after which
-        steps follow, in the background where the mode can, and where that fails training goes on.
+        """Write a checkpoint of `state`, the current state of the mode, with its `metrics`.
 
-        `metrics`: of this state.
+        `periodic`: training continues afterwards. Such a checkpoint is written in the background
+        if the mode can, and an error is logged instead of raised.
         """
         self.wait()
-        self._began, self._due = time.monotonic(), False
+        self._last_time = time.monotonic()
+        self._is_due = False
         if state == self.last:
-            if not periodic:  # the run before this one may have ended before it came to that
+            if not periodic:  # an earlier run may have ended before it removed old checkpoints
                 on_first(self.world, lambda: prune(self.folder, self._keeping))
             return
         self._mode.flush()
@@ -157,108 +179,122 @@ class Saver(AbstractContextManager):
             raise
         except DistcacheError as error:
             if not periodic:
-                if self.world.is_first:  # also of old rows that came while one was removed
+                if self.world.is_first:  # also removes old rows that arrived during a removal
                     prune(self.folder, self._keeping)
                 raise
-            self._say(state, error)
+            self._report(state, error)
 
     def _begin(
         self, state: TrainerState, metrics: Mapping[str, float | None], periodic: bool
     ) -> None:
-        folder, world, mode = self.folder / f"step_{state.step:08d}", self.world, self._mode
-        own = dict[str, bytes]()
-        together(world, lambda: own.update(self._own_state(state)))
-        files.make_room(world, folder)
-        # The old rows lie in the checkpoint's folder: what a killed run leaves goes with that.
-        snapshot = mode.snapshot(folder) if periodic else None
-        base, since = self._rests_on(folder)
-        values = capture(mode, own, snapshot is not None, since)
+        """Write a checkpoint, or start the thread that does."""
+        folder = self.folder / f"step_{state.step:08d}"
+        world = self.world
+        own_values = files.local_result(world, lambda: self._own_state(state))
+        files.make_checkpoint_folder(world, folder)
+        # Old rows are kept in the checkpoint's folder, so that they are removed with it if this
+        # process is killed.
+        snapshot = self._mode.snapshot(folder) if periodic else None
+        base, since = self._choose_base(folder)
+        values = capture(self._mode, own_values, snapshot is not None, since)
         header = self._header | state.header() | {"metrics": dict(metrics)} | base
         mark: int | None = None
         if since is None and self._keeping.whole_every > 1:
-            self._base, mark = None, mode.mark()
+            self._base = None
+            mark = self._mode.mark()
 
         def work() -> None:
             files.write_checkpoint(folder, values, header, world, snapshot)
             on_first(world, lambda: prune(self.folder, self._keeping))
 
-        def written() -> None:
-            self.last, self._resting = state, 0 if since is None else self._resting + 1
+        def on_success() -> None:
+            self.last = state
+            self._resting = 0 if since is None else self._resting + 1
             if mark is not None:
-                self._base = folder, mark
+                self._base = (folder, mark)
 
         if snapshot is None:
             work()
-            written()
+            on_success()
         else:
-            self._job = _Job(state, work, written, snapshot)
-            self._job.start()
+            self._thread = _WriteThread(state, work, on_success, snapshot)
+            self._thread.start()
 
-    def _rests_on(self, folder: Path) -> tuple[dict[str, Any], int | None]:
-        """What the manifest of a new checkpoint says of the whole one on which it rests, and the
-        mark of that; nothing where it is to be whole itself. By all ranks."""
+    def _choose_base(self, folder: Path) -> tuple[dict[str, Any], int | None]:
+        """Return the manifest's entry `base` for a checkpoint in `folder`, and the mark since which
+        changed rows are written; no entry and None if it has to be whole. All ranks call this."""
         if self._base is None or self._resting + 1 >= self._keeping.whole_every:
             return {}, None
-        where, mark = self._base
+        base_folder, mark = self._base
 
-        def told() -> dict[str, Any]:
-            with suppress(DataError):  # somebody removed it
-                return {"base": {"folder": where.name, "crc32": Manifest.read(where).crc32}}
+        def describe() -> dict[str, Any]:
+            with suppress(DataError):  # somebody may have removed it
+                crc32 = Manifest.read(base_folder).crc32
+                return {"base": {"folder": base_folder.name, "crc32": crc32}}
             return {}
 
-        base = {} if where == folder else on_first(self.world, told)
-        return base, mark if base else None
+        entry = {} if base_folder == folder else on_first(self.world, describe)
+        return entry, mark if entry else None
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until nothing is being written, `limit_s` seconds at most."""
-        job, self._job = self._job, None
-        if job is None:
+        """Wait until no checkpoint is being written, at most `limit_s` seconds."""
+        thread = self._thread
+        self._thread = None
+        if thread is None:
             return
-        job.snapshot.hurry.set()
-        job.join(limit_s)
-        job.snapshot.close()
-        if job.error is None and not job.is_alive():
-            job.written()
+        thread.snapshot.hurry.set()
+        thread.join(limit_s)
+        thread.snapshot.close()
+        if thread.error is None and not thread.is_alive():
+            thread.on_success()
         else:
-            self._say(job.state, job.error or TimeoutError("the other ranks do not end"))
+            error = thread.error or TimeoutError("the other ranks do not end")
+            self._report(thread.state, error)
 
-    def _say(self, state: TrainerState, error: Exception) -> None:
+    def _report(self, state: TrainerState, error: Exception) -> None:
         if self.world.is_first:
             logger.warning("no checkpoint at step %s: %s", f"{state.step:,}", error)
 
 
-# -----------------------------------------------------------------------------
-# Which checkpoints are kept; on rank 0.
+# --------------------------------------------------------------------------------------------------
+# Retention, on rank 0.
 
 
-def _better(name: str, value: float, than: float | None) -> bool:
-    return than is None or (value > than if name == "eval_auc" else value < than)
+def _is_better(name: str, value: float, best: float | None) -> bool:
+    return best is None or (value > best if name == "eval_auc" else value < best)
 
 
 def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:
-    """The best value of a metric among the checkpoints of `folder`, and the newest that has it."""
+    """Return the best value of metric `name` among the checkpoints in `folder`, and the newest
+    checkpoint that has it."""
     best: float | None = None
-    where: Path | None = None
-    for own in files.finished(folder) if name is not None else ():
+    best_folder: Path | None = None
+    for checkpoint in files.find_checkpoints(folder) if name is not None else ():
         with suppress(DataError):
-            value = Manifest.read(own).header.get("metrics", {}).get(name)
-            if value is not None and _better(name, value, best):
-                best, where = value, own
-    return best, where
+            value = Manifest.read(checkpoint).header.get("metrics", {}).get(name)
+            if value is not None and _is_better(name, value, best):
+                best = value
+                best_folder = checkpoint
+    return best, best_folder
 
 
 def prune(folder: Path, keeping: Keeping) -> None:
-    """Remove the checkpoints of `folder` but those that are kept and those that these rest on, and
-    what was not finished. Of those that are newer than the oldest kept one none is removed."""
-    kept, count = {best_of(folder, keeping.best)[1]}, 0
-    for own in files.finished(folder):
-        if count < keeping.newest or own in kept:
-            kept.add(own)
-            with suppress(DataError):  # one that nobody can read is not counted
-                kept.add(rests_on(own))
-                Manifest.read(own)
+    """Remove the checkpoints in `folder` that are not kept, and unfinished ones.
+
+    A checkpoint on which a kept one rests is kept, and so is any that is newer than the oldest of
+    the `keeping.newest` readable ones.
+    """
+    kept = {best_of(folder, keeping.best)[1]}
+    count = 0
+    for checkpoint in files.find_checkpoints(folder):
+        if count < keeping.newest or checkpoint in kept:
+            kept.add(checkpoint)
+            with suppress(DataError):  # an unreadable one is not counted
+                kept.add(rests_on(checkpoint))
+                Manifest.read(checkpoint)
                 count += 1
-    for own in sorted(folder.glob("step_*"), reverse=True):  # none before what rests on it
-        if own not in kept:
-            with suppress(OSError):  # it stays, then
-                files.remove(own)
+    # The newest first, so that no checkpoint is removed before those that rest on it.
+    for checkpoint in sorted(folder.glob("step_*"), reverse=True):
+        if checkpoint not in kept:
+            with suppress(OSError):  # it is tried again with the next checkpoint
+                files.remove_checkpoint(checkpoint)

@@ -30,77 +30,82 @@ from distcache.errors import DistcacheError
 from distcache.store.memory import describe_bytes
 
 TABLES = "tables."
-"""What begins the names of tables' values; `CHANGED` before these: of their rows that changed."""
-
+"""Prefix of the names of tables' values. After the prefix `CHANGED`: only rows that changed."""
 
 BLOCK_BYTES = 16 << 20
-"""About how many bytes one block of a table has in a checkpoint: few enough that the allocator
-keeps their memory from one to the next (glibc: below 32 MiB), for fresh pages cost as much as the
-checksum."""
+"""Approximate bytes of a block. Below 32 MiB glibc's allocator keeps a block's memory for the next
+one; new pages would cost as much as the checksum."""
 
 _REST = 4.0
-"""Beside training a block that took t seconds of a core is followed by so many times t of rest: it
-shares caches and memory with training, also where a core is free for it."""
+"""Seconds of rest per second of CPU time of the thread that writes beside training. It shares
+caches and memory bandwidth with training, even if a core is free for it."""
 
-
-_PLAIN = (Tensor, torch.nn.Parameter, ChangedRows)
-"""What is written in blocks: no DTensor, no ShardedTensor."""
+_SPLIT_TYPES = (Tensor, torch.nn.Parameter, ChangedRows)
+"""Types that are written in blocks. DTensor and ShardedTensor are written as DCP does."""
 
 
 class BlockSavePlanner(DefaultSavePlanner):
-    """Writes plain tensors in blocks of rows.
+    """DCP planner that splits plain tensors into blocks of rows.
 
-    A table that several ranks hold (shared memory, or copies) is one set of blocks, each written
-    once by one of them, so that the ranks share even a single table evenly. The storage layer
-    copies a view before it writes it, and reads a stored piece whole: blocks bound both to
-    `BLOCK_BYTES`, where a whole table would be in memory twice.
+    If several ranks hold a table (in shared memory, or as copies), each block is written by one of
+    them, so that the ranks share even a single table evenly. DCP copies a view before it writes it
+    and reads a stored piece as a whole; blocks bound both to `BLOCK_BYTES`, whereas a whole table
+    would be in memory twice.
     """
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
-        """By the thread that writes; `snapshot`: where tables are read, that go on changing."""
+        """`snapshot`: source of the tables' rows if training continues meanwhile. Call in the
+        thread that writes."""
         super().__init__()
-        self._snapshot, self._used = snapshot, time.thread_time()
+        self._snapshot = snapshot
+        self._cpu_seconds = time.thread_time()
 
     def create_local_plan(self) -> planner.SavePlan:
-        """The default plan with every big plain tensor split into blocks."""
-        plan, items = super().create_local_plan(), list[planner.WriteItem]()
+        """Return DCP's plan with every plain tensor split into blocks."""
+        plan = super().create_local_plan()
+        items: list[planner.WriteItem] = []
         for item in plan.items:
-            is_plain = type(self.state_dict[item.index.fqn]) in _PLAIN
-            items += split(item, BLOCK_BYTES) if is_plain else [item]
+            is_split = type(self.state_dict[item.index.fqn]) in _SPLIT_TYPES
+            items += split(item, BLOCK_BYTES) if is_split else [item]
         self.plan = replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: planner.WriteItem) -> Any:
-        """The rows of one block, or what the default planner says."""
-        name, data = write_item.index.fqn, write_item.tensor_data
-        value, of = self.state_dict[name], name if name.startswith(TABLES) else None
-        if type(value) not in _PLAIN or data is None or not data.chunk.sizes:
+        """Return the rows of one block, or the value that DCP's planner returns."""
+        name = write_item.index.fqn
+        data = write_item.tensor_data
+        value = self.state_dict[name]
+        if type(value) not in _SPLIT_TYPES or data is None or not data.chunk.sizes:
             return super().resolve_data(write_item)
-        start, count = data.chunk.offsets[0], data.chunk.sizes[0]
+        start = data.chunk.offsets[0]
+        count = data.chunk.sizes[0]
         if isinstance(value, ChangedRows):
-            of, ids = value.of, value.ids[start - value.first :][:count]
-            value = value.read(ids)
+            table_value = value.of
+            ids = value.ids[start - value.first :][:count]
+            rows = value.read(ids)
         else:
-            ids, value = np.arange(start, start + count), value.detach().narrow(0, start, count)
-        if self._snapshot is None or of is None:
-            return value
-        self._snapshot.hurry.wait(_REST * (time.thread_time() - self._used))
-        self._used = time.thread_time()
-        return self._snapshot.block(of, ids, value)
+            table_value = name if name.startswith(TABLES) else None
+            ids = np.arange(start, start + count)
+            rows = value.detach().narrow(0, start, count)
+        if self._snapshot is None or table_value is None:
+            return rows
+        self._snapshot.hurry.wait(_REST * (time.thread_time() - self._cpu_seconds))
+        self._cpu_seconds = time.thread_time()
+        return self._snapshot.block(table_value, ids, rows)
 
 
 def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteItem]:
-    """The blocks of a tensor's item of a plan; the item itself where it is no more than one."""
+    """Yield the blocks of one item of a plan, or the item itself if it fits into one block."""
     data = item.tensor_data
     count, *rest = data.chunk.sizes if data is not None and data.chunk.sizes else (0,)
     row_bytes = torch.Size(rest).numel() * data.properties.dtype.itemsize if count else 1
-    step = max(1, block_bytes // max(row_bytes, 1))
-    if step >= count:
+    rows_per_block = max(1, block_bytes // max(row_bytes, 1))
+    if rows_per_block >= count:
         yield item
         return
-    for start in range(0, count, step):
+    for start in range(0, count, rows_per_block):
         offsets = torch.Size([data.chunk.offsets[0] + start, *[0] * len(rest)])
-        sizes = torch.Size([min(step, count - start), *rest])
+        sizes = torch.Size([min(rows_per_block, count - start), *rest])
         chunk = metadata.ChunkStorageMetadata(offsets, sizes)
         yield planner.WriteItem(
             index=metadata.MetadataIndex(item.index.fqn, offsets),
@@ -110,22 +115,24 @@ def split(item: planner.WriteItem, block_bytes: int) -> Iterator[planner.WriteIt
 
 
 @dataclass(frozen=True)
-class _Written(WriteResult):
-    """With the mark of the block."""
+class _BlockResult(WriteResult):
+    """DCP's result of one written item, with the mark of its block."""
 
     mark: Mark
 
 
 class BlockWriter(FileSystemWriter):
-    """DCP's files with a checksum for each block. `files`, on rank 0 once all is written: the
-    marks of all files, for a manifest."""
+    """DCP writer that computes a checksum for each block.
+
+    `files`, on rank 0 after `finish`: the marks of the blocks of all files, for a manifest.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.files: dict[str, list[Mark]] = {}
 
     def prepare_global_plan(self, plans: list[planner.SavePlan]) -> list[planner.SavePlan]:
-        """Raises DistcacheError where the disk has no room for the values."""
+        """Check free disk space on rank 0. Raises DistcacheError if the values do not fit."""
         items = (item.tensor_data for plan in plans for item in plan.items)
         needed = sum(
             data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in items if data
@@ -141,56 +148,61 @@ class BlockWriter(FileSystemWriter):
     def write_data(
         self, plan: planner.SavePlan, planner: planner.SavePlanner
     ) -> Future[list[WriteResult]]:
-        """Write this rank's blocks, each of them in memory once."""
-        name, written = f"__{self.rank}_0.distcp", list[WriteResult]()
+        """Write this rank's blocks. One of them is in memory at a time."""
+        name = f"__{self.rank}_0.distcp"
+        results: list[WriteResult] = []
         if plan.items:
-            # torch's own checksum of a record would be one pass more, and is never looked at.
-            once = config.patch("save.compute_crc32", False)
-            with BlockFile(self.path / name) as file, once:
+            # torch's own checksum of a record would cost another pass, and nothing reads it.
+            without_crc32 = config.patch("save.compute_crc32", False)
+            with BlockFile(self.path / name) as file, without_crc32:
                 for item in plan.items:
                     start = file.end
                     try:
-                        torch.save(in_memory(planner.resolve_data(item)), file)
-                    except RuntimeError as error:  # ending its archive failed too, and hides why
+                        torch.save(compact_on_cpu(planner.resolve_data(item)), file)
+                    except RuntimeError as error:
+                        # torch.save also failed to end its archive, which hides the cause.
                         raise file.error or error from error
-                    length, mark = file.end - start, (file.end, file.crc)
+                    length = file.end - start
                     place = filesystem._StorageInfo(name, start, length)
-                    written.append(_Written(item.index, length, place, mark))
+                    mark = (file.end, file.crc)
+                    results.append(_BlockResult(item.index, length, place, mark))
         sync_folder(self.path)
-        return finished_future(written)
+        return completed_future(results)
 
     def finish(self, metadata: metadata.Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: DCP's list of values."""
+        """Write DCP's list of values on rank 0, after all ranks have written."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
-        written: list[Any] = [one for of_rank in results for one in of_rank]
-        metadata.storage_data = {one.index: one.storage_data for one in written}
-        for one in written:
-            self.files.setdefault(one.storage_data.relative_path, []).append(one.mark)
+        all_results: list[Any] = [result for of_rank in results for result in of_rank]
+        metadata.storage_data = {result.index: result.storage_data for result in all_results}
+        for result in all_results:
+            self.files.setdefault(result.storage_data.relative_path, []).append(result.mark)
         with BlockFile(self.path / METADATA) as file:
             file.write(pickle.dumps(metadata))
             self.files[METADATA] = [(file.end, file.crc)]
         sync_folder(self.path)
 
 
-def finished_future(value: Any) -> Future:
-    done: Future = Future()
-    done.set_result(value)
-    return done
+def completed_future(value: Any) -> Future:
+    """Return a future that has `value` already."""
+    future: Future = Future()
+    future.set_result(value)
+    return future
 
 
-def in_memory(value: Tensor) -> Tensor:
-    """A tensor on the CPU, whose memory, which torch.save stores as a whole, has nothing else."""
-    here = value.detach().cpu().contiguous()
-    if here.untyped_storage().nbytes() == here.nbytes:
-        return here
-    if not here.nbytes:  # of which no bytes can be viewed
-        return torch.empty_like(here)
-    own = torch.from_numpy(here.view(-1).view(torch.uint8).numpy())  # a storage of this part alone
-    return own.view(here.dtype).view(here.shape)
+def compact_on_cpu(tensor: Tensor) -> Tensor:
+    """Return `tensor` on the CPU with a storage of its own size, since torch.save writes whole
+    storages. Memory is shared with `tensor` where possible."""
+    values = tensor.detach().cpu().contiguous()
+    if values.untyped_storage().nbytes() == values.nbytes:
+        return values
+    if not values.nbytes:  # an empty tensor has no bytes that could be viewed
+        return torch.empty_like(values)
+    # NumPy's view of the bytes becomes a storage of this part only.
+    part = torch.from_numpy(values.view(-1).view(torch.uint8).numpy())
+    return part.view(values.dtype).view(values.shape)
 
 
 def as_bytes(value: Any) -> Tensor:
-    """A value that is no tensor as the bytes, uint8 `[n]`, that a checkpoint has of it: its own, or
-    those of JSON."""
+    """Return a value that is no tensor as bytes, uint8 `[n]`: bytes as they are, others as JSON."""
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].clone()

@@ -13,16 +13,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distcache.checkpoint.files import file_world, find, finished, naming_intact
+from distcache.checkpoint.files import (
+    file_world,
+    find_checkpoints,
+    newest_checkpoint,
+    suggest_intact,
+)
 from distcache.checkpoint.saver import Keeping, Saver
 from distcache.checkpoint.state import (
     Identity,
     LossChain,
     Start,
     TrainerState,
-    compare,
     load_checkpoint,
     most_bytes,
+    read_start,
     state_digest,
 )
 from distcache.checkpoint.weights import init_from
@@ -289,24 +294,32 @@ def identity_of(
 def find_starts(
     config: Config, world: World, run_dir: Path, identity: Identity
 ) -> Generator[Start, None, None]:
-    """Where `trainer.resume` has the run begin, compared with this run before tables are made: the
-    newest checkpoint of the run folder that is whole, a given one, or the beginning.
+    """Yield where `trainer.resume` lets the run begin: the newest intact checkpoint of the run
+    folder, a given one, or step 0.
 
-    Called by all ranks. The next one where the one before is thrown back with a DataError. Raises
-    DataError where there are checkpoints, and all are damaged.
+    All ranks iterate, before they make tables. Each checkpoint is compared with this run. Throw a
+    DataError about a start back in to get the next one. Raises DataError if there are checkpoints,
+    and all are damaged.
     """
-    want, folders = config.trainer, list[Path]()
-    auto, same = want.resume == "auto", want.resume_data == "same"
-    if want.resume != "never":
-        folders = on_first(world, lambda: finished(run_dir) if auto else [find(Path(want.resume))])
+    resume = config.trainer.resume
+    is_auto = resume == "auto"
+    same_data = config.trainer.resume_data == "same"
+    folders: list[Path] = []
+    if is_auto:
+        folders = on_first(world, lambda: find_checkpoints(run_dir))
+    elif resume != "never":
+        folders = on_first(world, lambda: [newest_checkpoint(Path(resume))])
     for folder in folders:
         try:
             with file_world(world, most_bytes(identity)) as files:
-                start = compare(folder, identity, files, same)
+                start = read_start(folder, identity, files, same_data)
             yield start
         except DataError as error:
-            if not auto:
-                with file_world(world, most_bytes(identity)) as files, naming_intact(folder, files):
+            if not is_auto:
+                with (
+                    file_world(world, most_bytes(identity)) as files,
+                    suggest_intact(folder, files),
+                ):
                     raise
             if world.is_first:
                 logger.warning("passed over: %s", error)
