@@ -136,8 +136,7 @@ class World:
     `device_group`: rows, gradients and control, in program order; the thread that moves rows uses
     it too, while the main thread does not (`engine.step`).
     `host_group`: gloo, small CPU tensors and objects, from the main thread only.
-    `planning_group`: gloo, used by one thread of the planner at a time; on one node rarely, for its
-    ranks exchange plans through memory (`comm.mail`).
+    `planning_group`: gloo, the planners' exchanges, used by one thread of the planner at a time.
     `node_group`: this node's ranks, of the device group's kind and under the same rules; None on
     one node; a rank that is alone on its node may have one of itself, or None.
     A world of one rank may have none (None): it never communicates.

@@ -1,27 +1,24 @@
-"""The planners' conversation: headers, requests to homes, decisions of the homes.
+"""The planners' exchange: requests to homes, and decisions of the homes to all ranks.
 
 One exchange takes a step's requests to their homes and the decisions on an earlier step to all
-ranks: on one node in one message, which its header leads, through memory (`comm.mail`); else
-in two collectives of the CPU's group, the headers, then both together. One header tells of both
-steps, so that an end, a stop or an error of one rank is known to all at the same step. All ranks
-make the same exchanges in the same order, one at a time.
+ranks, in two all-to-alls of the planning group: a header of fixed size, which tells how long the
+rest is, then the rest. One header tells of both steps, so that an end, a stop or an error of one
+rank is known to all at the same step. All ranks make the same exchanges in the same order, one at
+a time. A rank that is alone takes the same way; nothing is sent then.
 """
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from distcache.comm.link import PLANNING, Link
-from distcache.comm.mail import Mail, Pieces
 from distcache.comm.rendezvous import describe
 from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
@@ -32,32 +29,35 @@ from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to
 if TYPE_CHECKING:
     from distcache.engine.step import Flight
 
-log = logging.getLogger(__name__)
-
 KINDS = ("train", "eval")
 """Kinds of batches; any other is `len(KINDS)` in a header."""
 
-ASKED, DECIDED, _ASKED_STEP, _DECIDED_STEP, _KIND, _INDEX, _DIGEST, SAMPLES, LEAD = range(9)
-"""Places of a header's numbers: status of what is asked and of what is decided, their steps (-1
-where there is none), kind and index of the local batch, digest, samples of the local batch; and how
-many numbers these are. Rows asked for by group, home and shelf follow, then three numbers of each
-group: rows, rows to fetch, latest use."""
+NO_STEP = -1
+"""Step of a header that asks for none, or decides none."""
 
-_WIRE = np.int32
-"""What travels."""
+_WIRE = np.dtype(np.int32)
+"""Type of all that follows the headers."""
 
 _NONE = np.empty(0, dtype=_WIRE)
 
-Came = tuple[Pieces, Pieces]
-"""What came from one rank: for this one alone, the rows of each group that it names of this home,
-and its reply as a home for each; and for all, the slots of each."""
 
-Lengths = tuple[list[int], list[int]]
-"""How long the pieces of one rank are."""
+def header_type(size: int, shelves: Sequence[int]) -> np.dtype:
+    """The structured type of the header that each of `size` ranks sends to each other one.
+
+    int64 throughout: `asked` and `decided`, the `Status` of either part, with their steps (NO_STEP
+    where there is none); `kind`, `index` and `samples` of the local batch; `digest`. `requests`
+    `[sum(shelves)]`: rows that are requested from the receiver, by group and shelf. By group:
+    `rows` of the sender as a home, how many of them are `fetched`, `latest_use` of its victims.
+    """
+    numbers = ("asked", "decided", "asked_step", "decided_step", "kind", "index", "samples")
+    fields: list[tuple] = [(name, np.int64) for name in (*numbers, "digest")]
+    fields.append(("requests", np.int64, (sum(shelves),)))
+    fields += [(name, np.int64, (len(shelves),)) for name in ("rows", "fetched", "latest_use")]
+    return np.dtype(fields)
 
 
 class Status(IntEnum):
-    """What a rank says of its part; the largest value decides."""
+    """Status of one rank's part of an exchange; the largest value of all ranks decides."""
 
     OK = 0
     END = 1
@@ -71,9 +71,9 @@ _STATUSES = tuple(Status)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks agree on: the strongest status and the ranks that said it.
+    """The strongest status of all ranks, and the ranks that sent it.
 
-    `message`: with ERROR, what went wrong on the first of them.
+    `message`: with ERROR, the error of the first of them.
     """
 
     status: Status
@@ -100,17 +100,18 @@ class Part:
 
 @dataclass
 class Told:
-    """What an exchange told; a group here is what is planned by itself: the replicated or the
-    sharded rows of some tables.
+    """The messages that one exchange delivered to this rank.
 
-    `asked`: what the ranks agree on (OK where none asked); if rows came, for every group `named`,
-    those that each rank names here, with their `counts` int64 `[W, shelves]` (`rank.Asked`), and
-    of each rank `samples`, those of its batch. `decided`:
-    None where nothing was to decide, or a rank stops. Of what all homes decided: `rows` int64
-    `[W, G]`, distinct rows by home and group (also if the verdict is TOO_LARGE), `fetched`, those
-    of them to fetch, and, if it is OK, for every group `parts`, those of all homes, and
-    `latest_use`, the latest last use among all victims. `decision_bytes`: of this rank's decisions
-    to others; `sent`: all other bytes.
+    A group here is planned by itself: the replicated or the sharded rows of some tables.
+
+    `asked`: the verdict on the step that is asked for (OK where none is). `samples`: of the batch
+    of each rank. With OK, by group: `named`, the rows that each rank requests here, int32, and
+    their `counts`, int64 `[W, shelves]` (`rank.Asked`).
+    `decided`: the verdict on the step that is decided; None where none is, or where a rank stops.
+    `rows` int64 `[W, G]`: distinct rows by home and group (also with TOO_LARGE); `fetched` `[W,
+    G]`: how many of them to fetch. With OK, by group: `parts`, those of all homes, and
+    `latest_use`, the latest last use among the victims of all homes.
+    `decision_bytes`: bytes of this rank's decisions to others; `sent`: all other bytes to them.
     """
 
     asked: Verdict
@@ -139,16 +140,14 @@ class PlanExchange:
     def __init__(
         self, link: Link, shelves: Sequence[int], fingerprint: int, sharded: Sequence[int] = ()
     ) -> None:
-        self._link, self._groups, self._shelves = link, len(shelves), list(shelves)
-        self._size, self._rank = link.world.size, link.world.rank
+        self._link = link
+        self._size = link.world.size
+        self._rank = link.world.rank
+        self._groups = len(shelves)
+        self._shelf_bounds = np.cumsum([0, *shelves]).tolist()
+        self._header = header_type(self._size, shelves)
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
-        self._mail: Mail | None = None
-        if link.world.nodes.count == 1 and self._size > 1:
-            try:
-                self._mail = Mail(link.world, link.counters, link.name)
-            except (OSError, PeerError) as error:  # on all ranks
-                log.warning("planners exchange over gloo, which takes longer: %s", error)
         self.routes = make_routes(link.world.nodes, link.world.rank)
         """Which way sharded rows go."""
 
@@ -158,154 +157,201 @@ class PlanExchange:
         All ranks ask for the same step and decide the same one; all leave out either. Raises
         PeerError where they are not at the same point.
         """
-        among_all = self._size > 1 or self._sharded
-        return (self._among_all if among_all else self._alone)(asking, deciding)
-
-    def close(self) -> None:
-        """Let go of what ranks of a node share."""
-        if self._mail is not None:
-            self._mail.close()
-
-    def _among_all(self, asking: Part | None, deciding: Part | None) -> Told:
-        """`exchange` of several ranks, or about sharded rows."""
-        before, size, at = self._link.counters.planning_bytes, self._size, _step(asking, deciding)
-        header, came = self._header(asking, deciding), list[Came]()
-        own, slots, told_bytes = self._outgoing(asking, deciding)
-        if self._mail is not None:
-            came = self._mail.swap(own, [header.view(_WIRE), *slots], f"plans of {at}")
-            table = np.stack([common.pop(0) for _, common in came]).view(np.int64)
-        else:
-            sent = torch.from_numpy(header)
-            table = self._link.start_all_gather(sent, PLANNING, f"header of {at}")().numpy()
-        lead = table[:, :LEAD].tolist()
-        asked, decided = self._verdict(lead, ASKED, asking), self._verdict(lead, DECIDED, deciding)
-        self._compare(table, lead, asked, decided)
-        ends = LEAD + sum(self._shelves) * size
-        numbers = table[:, ends:].reshape(size, self._groups, 3)
+        before = self._link.counters.planning_bytes
+        step = _step(asking, deciding)
+        headers = self._exchange_headers(self._encode(asking, deciding), step)
+        asked = self._verdict(headers["asked"], asking)
+        decided = self._verdict(headers["decided"], deciding)
+        self._require_one_point(headers, asked, decided)
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
-        samples = [of_rank[SAMPLES] for of_rank in lead]
-        said = asked or Verdict(Status.OK, ())
-        told = Told(said, decided, samples, numbers[:, :, 0], numbers[:, :, 1])
-        brings = asked is not None and asked.status is Status.OK
-        decides = decided is not None and decided.status is Status.OK
-        if brings or decides:
-            counts = self._counts(table)
-            if self._mail is None:
-                came = self._far(own, slots, self._lengths(table, lead, counts, deciding), at)
-            if brings:
-                told.counts = counts
-                of_ranks = [alone[: self._groups] for alone, _ in came]
-                told.named = [list(of_group) for of_group in zip(*of_ranks, strict=True)]
-            if decides:
-                told.decision_bytes = told_bytes
-                self._take(told, numbers, deciding, came)
+        told = self._decode(headers, asked, decided)
+        requesting = asking if asked is not None and asked.status is Status.OK else None
+        sending = deciding if decided is not None and decided.status is Status.OK else None
+        if requesting is not None or sending is not None:
+            self._exchange_arrays(told, requesting, sending, step)
+        if told.parts:
+            told.latest_use = headers["latest_use"].max(0).tolist()
+            self._mix_into_digest(headers, told)
         told.sent = self._link.counters.planning_bytes - before - told.decision_bytes
         return told
 
-    def _alone(self, asking: Part | None, deciding: Part | None) -> Told:
-        """`exchange` of a rank that is all there are: nothing is sent, and no rows are sharded."""
-        asked, decided = (
-            part and self._verdict([[part.status]], 0, part) for part in (asking, deciding)
-        )
-        if Status.STOP in (asked and asked.status, decided and decided.status):
-            decided = None
-        rows = np.array([deciding.rows if deciding else ()])
-        told = Told(asked or Verdict(Status.OK, ()), decided, [], rows, rows)
-        if asking and asking.flight and told.asked.status is Status.OK:
-            told.samples = [asking.flight.batch.ids.batch_size]
-            told.named = [[asks.rows[0]] for asks in asking.flight.asked]
-            told.counts = [asks.counts for asks in asking.flight.asked]
-        if deciding and decided and decided.status is Status.OK:
-            of = deciding.decisions
-            told.parts = [[HomePart(own.slots, own.replies[0], len(own.fetch))] for own in of]
-            told.latest_use = [own.latest_use for own in of]
-        return told
+    # --- headers -----------------------------------------------------------------------------
 
-    def _header(self, asking: Part | None, deciding: Part | None) -> np.ndarray:
-        """This rank's header, int64 `[n]`: of one length whatever it tells of."""
-        size, groups = self._size, self._groups
-        ends = LEAD + size * sum(self._shelves)
-        header = np.zeros(ends + groups * 3, dtype=np.int64)
-        lead, numbers, start = [0] * LEAD, [0] * (groups * 3), LEAD
-        lead[_ASKED_STEP] = lead[_DECIDED_STEP] = -1
-        lead[_DIGEST] = self._digest
+    def _encode(self, asking: Part | None, deciding: Part | None) -> np.ndarray:
+        """This rank's headers, one to each rank, `[W]`; they differ in `requests` alone."""
+        headers = np.zeros(self._size, self._header)
+        headers["asked_step"] = headers["decided_step"] = NO_STEP
+        headers["digest"] = self._digest
         if asking is not None:
-            lead[ASKED], lead[_ASKED_STEP] = asking.status, asking.step
+            headers["asked"] = asking.status
+            headers["asked_step"] = asking.step
             if asking.flight is not None:
                 batch = asking.flight.batch
-                lead[_KIND] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
-                lead[_INDEX], lead[SAMPLES] = batch.index, batch.ids.batch_size
-                for shelves, asks in zip(self._shelves, asking.flight.asked, strict=True):
-                    header[start : start + size * shelves] = asks.counts.reshape(-1)
-                    start += size * shelves
+                headers["kind"] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
+                headers["index"] = batch.index
+                headers["samples"] = batch.ids.batch_size
+                counts = [asks.counts for asks in asking.flight.asked]
+                headers["requests"] = np.concatenate(counts, axis=1)
         if deciding is not None:
-            lead[DECIDED], lead[_DECIDED_STEP] = deciding.status, deciding.step
+            headers["decided"] = deciding.status
+            headers["decided_step"] = deciding.step
             if deciding.rows:
-                numbers[::3] = deciding.rows
-            for group, decision in enumerate(deciding.decisions):
-                numbers[3 * group + 1] = len(decision.fetch)
-                numbers[3 * group + 2] = decision.latest_use
-        header[:LEAD], header[ends:] = lead, numbers
-        return header
+                headers["rows"] = deciding.rows
+            if deciding.decisions:
+                headers["fetched"] = [len(decision.fetch) for decision in deciding.decisions]
+                headers["latest_use"] = [decision.latest_use for decision in deciding.decisions]
+        return headers
 
-    def _verdict(self, lead: list[list[int]], what: int, part: Part | None) -> Verdict | None:
-        """The strongest status of what all ranks have a `part` in, and who said it; `lead`: of the
-        headers of all."""
+    def _exchange_headers(self, headers: np.ndarray, step: str) -> np.ndarray:
+        """Send `headers[r]` to each rank r; the header of each rank to this one, `[W]`."""
+        numbers = torch.from_numpy(headers.view(np.int64).reshape(self._size, -1))
+        one_each = [1] * self._size
+        receive = self._link.start_all_to_all(
+            numbers, one_each, one_each, PLANNING, f"headers of {step}"
+        )
+        return receive().numpy().reshape(-1).view(self._header)
+
+    def _decode(self, headers: np.ndarray, asked: Verdict | None, decided: Verdict | None) -> Told:
+        """Return what the headers of all ranks tell."""
+        told = Told(
+            asked or Verdict(Status.OK, ()),
+            decided,
+            headers["samples"].tolist(),
+            headers["rows"],
+            headers["fetched"],
+        )
+        if asked is not None and asked.status is Status.OK:
+            bounds = self._shelf_bounds
+            requests = headers["requests"]
+            told.counts = [requests[:, bounds[g] : bounds[g + 1]] for g in range(self._groups)]
+        return told
+
+    def _verdict(self, statuses: np.ndarray, part: Part | None) -> Verdict | None:
+        """The strongest of the statuses of all ranks, int64 `[W]`, and the ranks that sent it.
+
+        None where the ranks have no such `part`. Collective where a rank reports an error.
+        """
         if part is None:
             return None
-        said = [own[what] for own in lead]
-        status = _STATUSES[max(said)]
-        ranks = tuple([rank for rank, own in enumerate(said) if own == status])
+        strongest = int(statuses.max())
+        ranks = tuple(np.flatnonzero(statuses == strongest).tolist())
+        status = _STATUSES[strongest]
         if status is not Status.ERROR:
             return Verdict(status, ranks)
         text = None if part.error is None else describe(part.error)
         texts = self._link.gather_objects(text, "errors of the planners")
         return Verdict(status, ranks, str(texts[ranks[0]]))
 
-    def _compare(
-        self,
-        table: np.ndarray,
-        lead: list[list[int]],
-        asked: Verdict | None,
-        decided: Verdict | None,
+    def _require_one_point(
+        self, headers: np.ndarray, asked: Verdict | None, decided: Verdict | None
     ) -> None:
         """Raise PeerError if the ranks are not at the same point, with what went wrong on one of
         them, if anything did: then their configurations are no matter."""
         verdicts = [verdict for verdict in (asked, decided) if verdict is not None]
         failed = [verdict for verdict in verdicts if verdict.status is Status.ERROR]
-        columns = [_ASKED_STEP, _DECIDED_STEP]
+        fields = ["asked_step", "decided_step"]
         if not failed and Status.OK in [verdict.status for verdict in verdicts]:
-            columns.append(_DIGEST)
+            fields.append("digest")
         if not failed and asked is not None and asked.status is Status.OK:
-            columns += [_KIND, _INDEX]
-        points = [[own[column] for column in columns] for own in lead]
-        if points.count(points[self._rank]) < self._size:
-            rank = next(rank for rank, at in enumerate(points) if at != points[self._rank])
+            fields += ["kind", "index"]
+        points = list(zip(*[headers[name].tolist() for name in fields], strict=True))
+        mine = points[self._rank]
+        if points.count(mine) < self._size:
+            rank = next(rank for rank, point in enumerate(points) if point != mine)
             why = "".join(f"; rank {v.ranks[0]} failed: {v.message}" for v in failed)
-            mine = _point(table[self._rank])
             raise PeerError(
-                f"rank {rank} plans {_point(table[rank])}, but rank {self._rank} {mine}: "
-                f"the ranks run different configurations, data or package versions{why}"
+                f"rank {rank} plans {_point(headers[rank])}, but rank {self._rank} "
+                f"{_point(headers[self._rank])}: the ranks run different configurations, data or "
+                f"package versions{why}"
             )
 
-    def _outgoing(
-        self, asking: Part | None, deciding: Part | None
-    ) -> tuple[list[Pieces], Pieces, int]:
-        """By rank what it alone gets, the rows of each group that its home is asked for and the
-        replies to it; the slots of each group, which all get; bytes of decisions to others."""
-        requests, replies, slots = list[Pieces](), list[Pieces](), Pieces()
-        if asking is not None and asking.flight is not None:
-            requests = [asks.rows for asks in asking.flight.asked]
-        told, others = 0, self._size - 1
-        for group, decision in enumerate(deciding.decisions if deciding else ()):
-            sharded = group in self._sharded
-            slots.append(_NONE if sharded else decision.told)
-            replies.append(self._with_masks(decision) if sharded else decision.replies)
-            lengths = [len(reply) for reply in replies[-1]]
-            told += sum(lengths) - lengths[self._rank] + others * len(slots[-1])
-        alone = [list(of) for of in zip(*requests, *replies, strict=True)]
-        return alone or [[]] * self._size, slots, _WIRE().itemsize * told
+    # --- what follows the headers ------------------------------------------------------------
+
+    def _exchange_arrays(
+        self, told: Told, asking: Part | None, deciding: Part | None, step: str
+    ) -> None:
+        """Exchange the rows that are asked for, and the decisions; all ranks leave out either.
+
+        Each rank sends to each: of every group the rows that it requests there, then of every
+        group its reply, then of every group its slots. Adds to `told` what came.
+        """
+        outgoing: list[list[np.ndarray]] = [[] for _ in range(self._size)]
+        lengths: list[list[int]] = [[] for _ in range(self._size)]
+        if asking is not None:
+            for asks, counts in zip(asking.flight.asked, told.counts, strict=True):
+                for rank, count in enumerate(counts.sum(1).tolist()):
+                    outgoing[rank].append(asks.rows[rank])
+                    lengths[rank].append(count)
+        if deciding is not None:
+            self._add_decisions(outgoing, lengths, told, deciding)
+        incoming = self._all_to_all(outgoing, lengths, step)
+        if asking is not None:
+            groups = range(self._groups)
+            told.named = [[arrays[group] for arrays in incoming] for group in groups]
+        if deciding is not None:
+            decisions = [arrays[-2 * self._groups :] for arrays in incoming]
+            told.parts = [
+                self._parts(group, decisions, told, deciding) for group in range(self._groups)
+            ]
+
+    def _add_decisions(
+        self,
+        outgoing: list[list[np.ndarray]],
+        lengths: list[list[int]],
+        told: Told,
+        deciding: Part,
+    ) -> None:
+        """Add this home's replies and slots to what goes to each rank, and the `lengths` of those
+        that come; count their bytes."""
+        slots: list[np.ndarray] = []
+        for group, decision in enumerate(deciding.decisions):
+            replies = decision.replies
+            if group in self._sharded:
+                replies = self._with_masks(decision)
+                slots.append(_NONE)
+            else:
+                # A rank alone has its slots, so it need not encode them.
+                slots.append(decision.told if self._size > 1 else decision.slots)
+            expected = self._reply_lengths(group, deciding)
+            for rank in range(self._size):
+                outgoing[rank].append(replies[rank])
+                lengths[rank].append(expected[rank])
+                if rank != self._rank:
+                    told.decision_bytes += _WIRE.itemsize * (len(replies[rank]) + len(slots[-1]))
+        for rank, rows in enumerate(told.rows.tolist()):
+            outgoing[rank] += slots
+            lengths[rank] += [
+                0 if group in self._sharded else count for group, count in enumerate(rows)
+            ]
+
+    def _all_to_all(
+        self, outgoing: list[list[np.ndarray]], lengths: list[list[int]], step: str
+    ) -> list[list[np.ndarray]]:
+        """Send the arrays `outgoing[r]`, int32, to each rank r; the arrays that each rank sent to
+        this one, of `lengths[r]`. Those of this rank itself are not copied."""
+        sends = [sum(map(len, arrays)) for arrays in outgoing]
+        receives = [sum(counts) for counts in lengths]
+        sends[self._rank] = 0
+        receives[self._rank] = 0
+        to_others = [
+            array for rank, arrays in enumerate(outgoing) if rank != self._rank for array in arrays
+        ]
+        sent = torch.from_numpy(np.concatenate([_NONE, *to_others], dtype=_WIRE))
+        receive = self._link.start_all_to_all(sent, sends, receives, PLANNING, f"plans of {step}")
+        received = receive().numpy()
+        incoming: list[list[np.ndarray]] = []
+        start = 0
+        for rank, counts in enumerate(lengths):
+            if rank == self._rank:
+                incoming.append(outgoing[rank])
+                continue
+            arrays: list[np.ndarray] = []
+            for count in counts:
+                arrays.append(received[start : start + count])
+                start += count
+            incoming.append(arrays)
+        return incoming
 
     def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
         """The reply about sharded rows for each rank, followed by its masks, if any."""
@@ -318,100 +364,56 @@ class PlanExchange:
             for reply, of_rank in zip(replies, masks, strict=True)
         ]
 
-    def _counts(self, table: np.ndarray) -> list[np.ndarray]:
-        """Of each group, how many rows ranks ask this home for, int64 `[W, shelves]`; `table`: the
-        headers of all."""
-        size, start, counts = self._size, LEAD, list[np.ndarray]()
-        for shelves in self._shelves:
-            by_home = table[:, start : start + size * shelves].reshape(size, size, shelves)
-            counts.append(by_home[:, self._rank])
-            start += size * shelves
+    def _reply_lengths(self, group: int, deciding: Part) -> list[int]:
+        """Numbers in the reply of each home about a group."""
+        counts = deciding.flight.asked[group].counts.sum(1).tolist()
+        if group in self._sharded and self.routes is not None:
+            counts = [n + self.routes.numbers(home, n) for home, n in enumerate(counts)]
         return counts
 
-    def _lengths(
-        self,
-        table: np.ndarray,
-        lead: list[list[int]],
-        counts: list[np.ndarray],
-        deciding: Part | None,
-    ) -> list[Lengths]:
-        """How long what comes from each rank is."""
-        start = LEAD + sum(self._shelves) * self._size
-        requests = np.stack([of_group.sum(1) for of_group in counts], 1).tolist()
-        rows, asked = table[:, start::3].tolist(), _asked(deciding) if deciding else []
-        lengths = []
-        for home, of_home in enumerate(requests):
-            replies, slots = list[int](), list[int]()
-            if deciding is not None and lead[home][DECIDED] == Status.OK:
-                for group, of_group in enumerate(asked):
-                    count, there = of_group[home], rows[home][group]
-                    if group in self._sharded:
-                        there = 0
-                        count += 0 if self.routes is None else self.routes.numbers(home, count)
-                    replies.append(count)
-                    slots.append(there)
-            lengths.append(([*of_home, *replies], slots))
-        return lengths
-
-    def _far(self, own: list[Pieces], slots: Pieces, lengths: list[Lengths], at: str) -> list[Came]:
-        """What `Mail.swap` brings but for headers, by a collective, for ranks without a mail."""
-        outgoing = [[*parts, *slots] for parts in own]
-        flat = np.concatenate([_NONE, *[part for parts in outgoing for part in parts]], dtype=_WIRE)
-        sends, sent = [sum(map(len, parts)) for parts in outgoing], torch.from_numpy(flat)
-        receives, what = [sum(map(sum, of_rank)) for of_rank in lengths], f"plans of {at}"
-        received = self._link.start_all_to_all(sent, sends, receives, PLANNING, what)().numpy()
-        ends = accumulate([n for of_rank in lengths for of in of_rank for n in of], initial=0)
-        pieces = (received[first:last] for first, last in pairwise(ends))
-        return [([*islice(pieces, len(a))], [*islice(pieces, len(b))]) for a, b in lengths]
-
-    def _take(
-        self,
-        told: Told,
-        numbers: np.ndarray,
-        deciding: Part,
-        came: list[Came],
-    ) -> None:
-        """What all homes decided, from the pieces of each; mixed into the digest of them all."""
-        fetched = told.fetched.T.tolist()
-        told.parts = [
-            [
-                HomePart(slots[group], alone[group - self._groups], count)  # after any requests
-                for (alone, slots), count in zip(came, of_group, strict=True)
-            ]
-            for group, of_group in enumerate(fetched)
+    def _parts(
+        self, group: int, decisions: list[list[np.ndarray]], told: Told, deciding: Part
+    ) -> list[HomePart]:
+        """The parts of all homes in the decisions on a group; `decisions`: of each home, the
+        replies and then the slots of every group."""
+        parts = [
+            HomePart(arrays[self._groups + group], arrays[group], int(count))
+            for arrays, count in zip(decisions, told.fetched[:, group], strict=True)
         ]
-        if self.routes is not None:
-            for of_group, homes in zip(_asked(deciding), told.parts, strict=True):
-                for home, (count, part) in enumerate(zip(of_group, homes, strict=True)):
-                    if len(part.reply) > count:
-                        masks = unpack(part.reply[count:], count, self.routes.mates)
-                        homes[home] = replace(part, reply=part.reply[:count], masks=masks)
-        self._digest = zlib.crc32(np.ascontiguousarray(numbers), self._digest)
+        if self.routes is not None and group in self._sharded:
+            counts = deciding.flight.asked[group].counts.sum(1).tolist()
+            for home, (count, part) in enumerate(zip(counts, parts, strict=True)):
+                if len(part.reply) > count:
+                    masks = unpack(part.reply[count:], count, self.routes.mates)
+                    parts[home] = replace(part, reply=part.reply[:count], masks=masks)
+        return parts
+
+    def _mix_into_digest(self, headers: np.ndarray, told: Told) -> None:
+        """Mix the decisions of all homes into the digest, which the next headers carry."""
+        if self._size == 1:
+            return  # there is nobody to compare it with
+        names = ("rows", "fetched", "latest_use")
+        numbers = np.stack([headers[name] for name in names])
         slots = [fold(part.told) for homes in told.parts for part in homes]
+        self._digest = zlib.crc32(numbers, self._digest)
         self._digest = zlib.crc32(np.array(slots), self._digest)
-        told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]
-
-
-def _asked(part: Part) -> list[list[int]]:
-    """How many rows this rank asked for, by group and home, `[G][W]`."""
-    return [asks.counts.sum(1).tolist() for asks in part.flight.asked]
 
 
 def _step(asking: Part | None, deciding: Part | None) -> str:
-    """Where an exchange stands, for errors."""
+    """The step of an exchange, for errors."""
     part = asking or deciding
     return "no step" if part is None else f"step {part.step}"
 
 
-def _point(header: np.ndarray) -> str:
-    """Where a rank stands, by its header."""
-    places = [_ASKED_STEP, _DECIDED_STEP, _KIND, _INDEX, _DIGEST]
-    asked, decided, kind, index, digest = header[places].tolist()
-    status, points = Status(int(header[ASKED])), []
-    if asked >= 0:
-        name = f"{KINDS[kind] if kind < len(KINDS) else 'other'} batch {index}"
+def _point(header: np.void) -> str:
+    """The point that a rank has reached, by its header."""
+    points = []
+    if header["asked_step"] != NO_STEP:
+        kind = int(header["kind"])
+        status = Status(int(header["asked"]))
+        name = f"{KINDS[kind] if kind < len(KINDS) else 'other'} batch {header['index']}"
         name = name if status is Status.OK else status.name.lower()
-        points.append(f"step {asked} ({name})")
-    if decided >= 0:
-        points.append(f"the decisions of step {decided}")
-    return f"{' and '.join(points)} with digest {digest:#x}"
+        points.append(f"step {header['asked_step']} ({name})")
+    if header["decided_step"] != NO_STEP:
+        points.append(f"the decisions of step {header['decided_step']}")
+    return f"{' and '.join(points)} with digest {int(header['digest']):#x}"

@@ -220,10 +220,9 @@ class StreamPlanner:
         return self.threads.run_here() or self._talking.run_here()
 
     def close(self) -> None:
-        """End its threads, and let go of what it shares with other ranks."""
+        """End its threads."""
         self.threads.close()
         self._talking.close()
-        self._exchange.close()
 
     def restore(self, step: int, held: Callable[[int, slice], np.ndarray]) -> None:
         """Forget undecided and unmoved plans: go on after `step` from what the device holds.

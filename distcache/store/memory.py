@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from distcache.comm.link import together
-from distcache.comm.mail import ONE_NAMESPACE, Handle, handle_of, open_handle
 from distcache.comm.world import World
 from distcache.errors import MemoryTooSmallError, PeerError, human_bytes
 
@@ -131,8 +130,32 @@ def _text(file: Path) -> str:
 # that rank. It has no name, so nothing is left to clean up even after SIGKILL, and it does not
 # count against the size of /dev/shm.
 
+Handle = tuple[str, tuple[int, int]]
+"""A file of one process for others to open: its path, and its (device, inode), by which they check
+that it is the same file."""
+
+ONE_NAMESPACE = "the ranks of a node must run as one user in one process namespace (one container)"
+"""Remedy for a descriptor of another rank that cannot be opened."""
+
 _Made = tuple[Handle, int]
 """The memory that local rank 0 made, and its bytes."""
+
+
+def handle_of(fd: int) -> Handle:
+    """Return the handle of a descriptor of this process, valid while the descriptor is open."""
+    info = os.fstat(fd)
+    return f"/proc/{os.getpid()}/fd/{fd}", (info.st_dev, info.st_ino)
+
+
+def open_handle(handle: Handle, flags: int) -> int:
+    """Open the file of another process's handle; raises OSError where that is not possible."""
+    path, file = handle
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    info = os.fstat(fd)
+    if (info.st_dev, info.st_ino) != file:
+        os.close(fd)
+        raise FileNotFoundError(2, "another process has this id here", path)
+    return fd
 
 
 def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:

@@ -332,7 +332,7 @@ def test_a_rank_that_dies_is_named(all_ends, where: str) -> None:
         assert "rank 1 ended without a word" in end.value["error"]
         # Planner and loop both wait for the dead rank in an exchange: either may notice first.
         waited = {
-            "exchange": ("planning group: plans of step 2", "device group"),
+            "exchange": ("planning group: headers of step 2", "device group"),
             "together": ("host group",),
         }
         assert any(at in end.value["error"] for at in waited.get(where, ("device group",)))

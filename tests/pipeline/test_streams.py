@@ -98,35 +98,37 @@ def test_misuse_and_ranks_that_differ_are_refused() -> None:
         assert found["features"].startswith(who) and "has the features" in found["features"]
 
 
-def spoken(world: World) -> list[list[str]]:
-    """What the planners' collectives of short runs were for, with a window and without."""
+def collectives(world: World) -> list[list[str]]:
+    """Names of the planners' collectives in short runs, with a window and without."""
     runs = []
     for lookahead in (2, 0):
-        mode, said = make(world, lookahead=lookahead), []
-        mail = mode.tables.planner._exchange._mail
+        mode = make(world, lookahead=lookahead)
+        names: list[str] = []
+        link = mode.tables.planner.link
 
-        def counted(parts, common, what, said=said, swap=mail.swap):
-            said.append(what)
-            return swap(parts, common, what)
+        def named(*arguments, names=names, start=link.start_all_to_all):
+            names.append(arguments[-1])
+            return start(*arguments)
 
-        mail.swap = counted
+        link.start_all_to_all = named
         train(mode, batches(world, range(STEPS)))
         mode.close()
-        runs.append(said)
+        runs.append(names)
     return runs
 
 
 def test_rows_and_decisions_travel_together() -> None:
-    """Without a window each step is decided before the next one is asked for; with one, told while
-    the rows of a later one are taken in."""
+    """Two collectives each time. Without a window each step is decided before the next one is asked
+    for; with one, decisions are sent while the rows of a later step are taken in."""
 
-    def told(steps: Iterable[int]) -> list[str]:
-        return [f"plans of step {step}" for step in steps]
+    def both(steps: Iterable[int]) -> list[str]:
+        return [f"{part} of step {step}" for step in steps for part in ("headers", "plans")]
 
-    # Step 2 is told with the word that there is no step 6; the last three when that is known.
-    window = told([*range(STEPS + 1), *range(3, STEPS)])
-    none = told([step for step in range(STEPS) for _ in range(2)] + [STEPS])
-    assert run_ranks(alone, 2, spoken) == [[window, none]] * 2
+    # The decisions on step 2 travel with the end, in place of step 6; the last three after it.
+    window = both([*range(STEPS + 1), *range(3, STEPS)])
+    none = both([step for step in range(STEPS) for _ in range(2)])
+    end = f"headers of step {STEPS}"  # with nothing to decide, and nothing to follow
+    assert run_ranks(alone, 2, collectives) == [[window, [*none, end]]] * 2
 
 
 @pytest.mark.parametrize(("lookahead", "beyond"), [(0, 0), (1, 2), (3, 4)])

@@ -195,6 +195,22 @@ def test_an_error_on_one_rank_reaches_all() -> None:
         assert ranks[5:] == ["ok", "0"]
 
 
+def test_a_handle_opens_its_own_file_alone() -> None:
+    """Where a process has ended and another one has its number, the file there is refused."""
+    first = os.memfd_create("test")
+    second = os.memfd_create("test")
+    try:
+        path, file = memory.handle_of(first)
+        os.close(memory.open_handle((path, file), os.O_RDWR))
+        with pytest.raises(FileNotFoundError, match="another process has this id here"):
+            memory.open_handle((path, memory.handle_of(second)[1]), os.O_RDWR)
+        with pytest.raises(FileNotFoundError):
+            memory.open_handle((f"{path}9999", file), os.O_RDWR)
+    finally:
+        os.close(first)
+        os.close(second)
+
+
 def users(inode: str) -> list[str]:
     """Processes that map the anonymous file with this inode; its makers have closed it by then."""
     found = []
