@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,49 +22,26 @@ Change = Callable[[Tensor], Tensor]
 """One tensor for another, such as that of the device for that of the CPU."""
 
 # -----------------------------------------------------------------------------
-# Which sharded rows of a step go from their homes to whom, and which way (`planner.shard`).
-
-
-@dataclass(frozen=True)
-class Relay:
-    """The second leg of a `Transfer`, among the L ranks of this node: rows that mates named too.
-
-    All int32, CPU: `passed` `[p]`: which of the rows that came from homes this rank hands on, for
-    local rank 0, then 1, ...; `pass_counts` `[L]`; `receive_counts` `[L]`: rows that come from each
-    mate; `order` `[r]`: where the row of each of `Transfer.places` is among the rows that came from
-    homes, followed by those from mates.
-    """
-
-    passed: Tensor
-    pass_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
-    order: Tensor
+# Sharded rows that travel from their homes to the ranks that requested them (`planner.shard`).
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of a step on their way from their homes to the ranks that named them.
+    """Rows of a step on their way from their homes to the ranks that requested them.
 
-    All int32, CPU: `slots` `[s]`: this device's slots of the rows to send, for rank 0, then rank
-    1, ...; `send_counts` `[W]`; `places` `[r]`: where in the rows of `ShardPlan.counts` each row
-    that comes belongs, by home; `receive_counts` `[W]`: rows that each home itself sends here, all
-    `r` of them without a `relay`.
+    Tensors are int32, on the CPU. `slots` `[s]`: this device's slots of the rows to send, to rank
+    0, then to rank 1, ...; `send_counts` `[W]`. `places` `[r]`: the place of each received row
+    among the rows of `ShardPlan.counts`, by home; `receive_counts` `[W]`.
     """
 
     slots: Tensor
     send_counts: tuple[int, ...]
     places: Tensor
     receive_counts: tuple[int, ...]
-    relay: Relay | None = None
-    """None where no rows are handed on: on one node, and on a rank that is alone on its node."""
 
     def mapped(self, change: Change) -> Transfer:
         """The same with every tensor changed."""
-        relay = self.relay
-        if relay is not None:
-            relay = replace(relay, passed=change(relay.passed), order=change(relay.order))
-        slots, places = change(self.slots), change(self.places)
-        return replace(self, slots=slots, places=places, relay=relay)
+        return replace(self, slots=change(self.slots), places=change(self.places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +85,6 @@ class ShardPlan(RegionPlan):
     None where none ever does."""
     late: Transfer
     """The others, which travel after `apply` of the step before."""
-    runs: tuple[int, ...] = ()
-    """Lengths of runs of ranks, which cover all W in order: this home sends a row to one rank of
-    those of a run that named it. (): each rank is a run of its own."""
 
     @property
     def rows(self) -> int:
@@ -142,7 +115,7 @@ def _shard_problems(shard: ShardPlan) -> dict[str, bool]:
     return {
         "sharded: source_counts do not sum to the source rows": sum(shard.source_counts) != named,
         "sharded: not every row arrives once": sum(p.places.shape[0] for p in parts) != shard.rows,
-        "sharded: not every row is sent once": sent > named if shard.runs else sent != named,
+        "sharded: not every row is sent once": sent != named,
         "sharded: counts of a transfer do not sum to its rows": any(map(_miscounted, parts)),
         "sharded: fetched slots and rows differ": shard.fetch_slots.shape != shard.fetch_rows.shape,
         "sharded: evicted slots and rows differ": shard.evict_slots.shape != shard.evict_rows.shape,
@@ -150,23 +123,17 @@ def _shard_problems(shard: ShardPlan) -> dict[str, bool]:
 
 
 def _miscounted(transfer: Transfer) -> bool:
-    """Whether counts of a transfer differ from the rows that they count."""
-    came, relay = sum(transfer.receive_counts), transfer.relay
-    if relay is not None:
-        if (
-            sum(relay.pass_counts) != relay.passed.shape[0]
-            or relay.order.shape != transfer.places.shape
-        ):
-            return True
-        came += sum(relay.receive_counts)
-    return sum(transfer.send_counts) != transfer.slots.shape[0] or came != transfer.places.shape[0]
+    """Return True if counts of a transfer differ from the rows that they count."""
+    return (
+        sum(transfer.send_counts) != transfer.slots.shape[0]
+        or sum(transfer.receive_counts) != transfer.places.shape[0]
+    )
 
 
 def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
     """Every other law that one plan of sharded rows can break; `slots`: C, None: it grows."""
-    parts, (sent, named) = shard.transfers, _sent_and_named(shard)
-    arriving = torch.cat([part.places for part in parts]).sort().values
-    ends = list(accumulate(shard.runs or [1] * len(sent), initial=0))
+    sent, named = _sent_and_named(shard)
+    arriving = torch.cat([part.places for part in shard.transfers]).sort().values
     return {
         "two sharded rows share a slot": len(shard.slots.unique()) != len(shard.slots),
         "a sharded row's slot lies outside the cache": not _inside(shard.slots, slots),
@@ -174,12 +141,10 @@ def _shard_laws(shard: ShardPlan, slots: int | None) -> dict[str, bool]:
         "sharded rows are sent that nobody asked for": any(
             not bool(torch.isin(own, asked).all()) for own, asked in zip(sent, named, strict=True)
         ),
-        "a sharded row goes to a run of ranks twice or never": ends[-1] != len(sent)
-        or any(
-            not torch.equal(torch.cat(sent[a:b]).sort().values, torch.cat(named[a:b]).unique())
-            for a, b in pairwise(ends)
+        "a sharded row goes to a rank twice or never": any(
+            not torch.equal(own.sort().values, asked.unique())
+            for own, asked in zip(sent, named, strict=True)
         ),
-        "a sharded row is handed on that did not come, or twice": any(map(_wrongly_passed, parts)),
         "a sharded row is fetched into no slot of the step": not bool(
             torch.isin(shard.fetch_slots, shard.slots).all()
         ),
@@ -208,19 +173,6 @@ def _sent_and_named(shard: ShardPlan) -> tuple[list[Tensor], list[Tensor]]:
     named = shard.slots[shard.source_rows].split(shard.source_counts)
     by_part = [part.slots.split(part.send_counts) for part in shard.transfers]
     return [torch.cat(parts) for parts in zip(*by_part, strict=True)], list(named)
-
-
-def _wrongly_passed(transfer: Transfer) -> bool:
-    """Whether a row is taken twice or never, or one handed on that came from no home."""
-    relay, came = transfer.relay, sum(transfer.receive_counts)
-    if relay is None:
-        return False
-    by_mate = relay.passed.split(relay.pass_counts)
-    return (
-        not _counts_up(relay.order.sort().values, len(transfer.places))
-        or not bool(((relay.passed >= 0) & (relay.passed < came)).all())
-        or any(len(rows.unique()) != len(rows) for rows in by_mate)
-    )
 
 
 class Indices(NamedTuple):

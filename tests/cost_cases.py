@@ -30,9 +30,9 @@ def sources() -> list[TableSource]:
     return zipf_sources(specs(), BAGS, ZIPF)
 
 
-def demand(world: int, batch: float = BATCH, state: int = STATE, nodes: int = 1) -> Demand:
+def demand(world: int, batch: float = BATCH, state: int = STATE) -> Demand:
     """Their demand."""
-    return demand_at(sources(), [state] * 3, batch, world, world // nodes)
+    return demand_at(sources(), [state] * 3, batch, world)
 
 
 def cluster(world: int, nodes: int = 1, **more) -> Cluster:

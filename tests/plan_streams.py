@@ -4,7 +4,6 @@ its compiled loops, and the same as Python runs them, where NumPy checks every i
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -116,22 +115,11 @@ def most_rows(
     return most << bits
 
 
-NODES = [
-    tuple(map(len, np.split(np.arange(world), np.flatnonzero(cuts) + 1)))
-    for world in range(1, 6)
-    for cuts in itertools.product((False, True), repeat=world - 1)
-]
-"""Nodes that 1 to 5 ranks may be on: how many are on each."""
-
-
 @st.composite
-def sharded_streams(
-    draw: st.DrawFn, longest: int = 12, shapes: Sequence[tuple[int, ...]] = ()
-) -> tuple:
+def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
     """Streams as those of `streams`, whose settings shard some rows or all; slots of either region
-    hold every step, often just so. On nodes of one of `shapes`, any where there are none."""
-    nodes = draw(st.sampled_from(shapes or NODES))
-    world = sum(nodes)
+    hold every step, often just so."""
+    world = draw(st.integers(1, 5))
     rows = draw(st.integers(1, 40))
     stream, rng = draw(steps_of(world, rows, longest, 10))
     layout = draw(layouts(rows, world))
@@ -152,7 +140,6 @@ def sharded_streams(
         hot=hot,
         replicated=replicated,
         early=draw(st.sampled_from([True, True, True, False])),
-        nodes=nodes if shapes else draw(st.sampled_from([(), nodes, nodes])),
         shelves=shape[0],
         bits=shape[1],
     )

@@ -34,8 +34,8 @@ class Counts:
 class Machine:
     """All devices over one store."""
 
-    def __init__(self, layout: RowLayout, slots: int, nodes: tuple[int, ...]) -> None:
-        self.layout, self.nodes, self.counts = layout, nodes, Counts()
+    def __init__(self, layout: RowLayout, slots: int) -> None:
+        self.layout, self.counts = layout, Counts()
         self.store = np.zeros(layout.rows, np.int64)
         self.row = np.full((layout.world_size, slots), FREE)
         """By rank and slot: the row there (FREE: none), and how many updates it has seen."""
@@ -82,8 +82,10 @@ class Machine:
             slots = transfer.slots.numpy()
             assert (self.row[rank, slots] != FREE).all()
             values.append(np.stack((self.row[rank, slots], self.version[rank, slots]), axis=1))
-        brought = brought_by(transfers, values, self.nodes)
-        for rank, (transfer, incoming) in enumerate(zip(transfers, brought, strict=True)):
+        send = [transfer.send_counts for transfer in transfers]
+        receive = [transfer.receive_counts for transfer in transfers]
+        received = exchanged(values, send, receive)
+        for rank, (transfer, incoming) in enumerate(zip(transfers, received, strict=True)):
             places = self.travelled[plans[0].step][rank]
             for place, value in zip(transfer.places.tolist(), incoming.tolist(), strict=True):
                 assert place not in places, "a row came twice"
@@ -131,34 +133,6 @@ def exchanged(
     return [np.concatenate([of[to] for of in parts]) for to in range(len(values))]
 
 
-def brought_by(
-    transfers: list[Transfer], values: list[np.ndarray], nodes: tuple[int, ...]
-) -> list[np.ndarray]:
-    """What comes to each rank by its `places`: over the network, then inside each of `nodes`."""
-    send, receive = (
-        [getattr(t, f"{way}_counts") for t in transfers] for way in ("send", "receive")
-    )
-    came, found = exchanged(values, send, receive), []
-    for ranks in ranks_of(nodes or (len(transfers),)):
-        relays, own = [transfers[rank].relay for rank in ranks], [came[rank] for rank in ranks]
-        if relays[0] is None:
-            assert relays == [None] * len(relays), "one rank of a node hands on, another does not"
-            found += own
-            continue
-        passed = [rows[relay.passed.numpy()] for rows, relay in zip(own, relays, strict=True)]
-        counts = [r.pass_counts for r in relays], [r.receive_counts for r in relays]
-        handed = exchanged(passed, *counts)
-        for first, second, relay in zip(own, handed, relays, strict=True):
-            found.append(np.concatenate((first, second))[relay.order.numpy()])
-    return found
-
-
-def ranks_of(nodes: tuple[int, ...]) -> list[range]:
-    """The ranks of each node."""
-    ends = np.cumsum(nodes).tolist()
-    return [range(end - size, end) for end, size in zip(ends, nodes, strict=True)]
-
-
 def slots_of(plan: StepPlan, kinds: str) -> set[int]:
     """The slots of a device that a plan uses (`slots`), or that its movement changes (`moved`)."""
     names = ("slots",) if kinds == "slots" else ("fetch_slots", "evict_slots")
@@ -174,7 +148,7 @@ def replay(
     plans_by_step = list(simulate(layout, config, rows_by_step))
     lag = lag or [0] * len(plans_by_step)
     truth = np.zeros(layout.rows, np.int64)
-    machine = Machine(layout, config.slots, config.nodes)
+    machine = Machine(layout, config.slots)
     busy = [[slots_of(plan, "slots") for plan in plans] for plans in plans_by_step]
     moved = 0
     for step, plans in enumerate(plans_by_step):

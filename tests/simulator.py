@@ -10,19 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distcache.comm.world import Nodes
 from distcache.data.batch import slice_bounds
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, RowRequest, next_move_after
-from distcache.planner.shard import (
-    HotRows,
-    ShardParts,
-    make_routes,
-    masks_for_all,
-    nothing,
-    replies_to_all,
-)
+from distcache.planner.shard import HotRows, ShardParts, nothing, replies_to_all
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.statistics import GroupPopularity
 from distcache.replay import HomeRun
@@ -36,8 +28,8 @@ class PlannerSettings:
 
     `hot`: the rows that are replicated where others are sharded, int64 `[K]`, ascending (None: all
     are); `replicated`: how many of the slots are theirs, a multiple of W, 0 where there are none;
-    `early`: sharded rows may travel before their step; `nodes`: ranks of each node, () is one;
-    homes have 2^`shelves` shelves in 2^`bits` parts.
+    `early`: sharded rows may travel before their step; homes have 2^`shelves` shelves in 2^`bits`
+    parts.
     """
 
     slots: int
@@ -48,7 +40,6 @@ class PlannerSettings:
     hot: np.ndarray | None = None
     replicated: int = 0
     early: bool = True
-    nodes: tuple[int, ...] = ()
     shelves: int = 0
     bits: int = 0
 
@@ -83,8 +74,6 @@ class SimulatedWorld:
             if settings.replicated:
                 self.replicated = self._homes(settings.replicated // world, hot)
         self.written: list[np.ndarray] = []
-        nodes = Nodes(settings.nodes or (world,))
-        self._routes = [make_routes(nodes, rank) for rank in range(world)]
         parts = [of[0].planner.parts if of else None for of in (self.replicated, self.sharded)]
         among = None if hot is None else HotRows(layout, hot)
         self._ranks = [RankPlanner(layout, among, parts) for _ in range(world)]
@@ -133,18 +122,13 @@ class SimulatedWorld:
         self._move_after = after
         shared = shared or [nothing((step, "train"), len(requests))] * len(requests)
         told = [replies_to_all(decision) for decision in own]
-        masks = [
-            [None] * len(told) if routes is None else masks_for_all(d.replies, len(d.slots), routes)
-            for d, routes in zip(own, self._routes, strict=False)
-        ]
         sizes = [sum(map(len, of)) for of in ([d.slots for d in own], [d.fetch for d in own])]
         plans = []
         for rank, request in enumerate(requests):
             parts, tail = [HomePart(d.told, d.replies[rank], len(d.fetch)) for d in shared], None
             if own:
-                replies, masked = (tuple(home[rank] for home in of) for of in (told, masks))
-                how = (self._settings.early, self._routes[rank], masked)
-                tail = ShardParts(own[rank], replies, *sizes, *how)
+                replies = tuple(home[rank] for home in told)
+                tail = ShardParts(own[rank], replies, *sizes, self._settings.early)
             plans.append(self._ranks[rank].assemble(request, parts, shared[rank], after, tail))
         return plans
 

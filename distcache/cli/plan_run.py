@@ -145,7 +145,7 @@ class Request:
             between = between.shared(max(local / (options.cards or local), 1.0))
         cluster = replace(self.cluster, ranks=world, nodes=nodes, between=between)
         widths = [self.update.state_width(source.table.dim) for source in self.sources]
-        demand = demand_at(self.sources, widths, options.batch, world, local)
+        demand = demand_at(self.sources, widths, options.batch, world)
         groups = [(g.rows, g.dim, g.state_width) for g in demand.groups]
         rows, ratio = options.cache_rows or None, options.cache_ratio
         expected = self._expected_rows(world)

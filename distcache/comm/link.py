@@ -91,8 +91,15 @@ class CollectiveCounters:
 
     def count_all_reduce(self, category: str, tensor: Tensor, world_size: int) -> None:
         """Count an all-reduce of `tensor` over all ranks."""
-        nbytes = all_reduce_bytes(tensor.nbytes, world_size)
-        # Of a ring in rank order, the last rank of a node hands on to another one.
+        self._count_ring(category, all_reduce_bytes(tensor.nbytes, world_size))
+
+    def count_all_gather(self, category: str, tensor: Tensor, world_size: int) -> None:
+        """Count an all-gather over all ranks, whose whole buffer is `tensor`."""
+        self._count_ring(category, gather_bytes(tensor.nbytes, world_size))
+
+    def _count_ring(self, category: str, nbytes: int) -> None:
+        """Count `nbytes` that go round a ring in rank order: the last rank of a node sends them to
+        another node."""
         last = self.nodes and self._rank == self.nodes.ranks(self.nodes.of(self._rank))[-1]
         self.count(category, nbytes, nbytes if last else 0)
 
@@ -295,44 +302,60 @@ class Link:
         receive_counts: Sequence[int],
         category: str,
         what: str,
-        inside: bool = False,
     ) -> Callable[[], Tensor]:
-        """Send `send_counts[r]` leading entries of `tensor` to each rank r: under way.
+        """Start to send `send_counts[r]` entries of `tensor` to each rank r.
 
-        `[sum(send_counts), ...]` in rank order. To be called once, in the same order on all ranks,
-        for what comes, `[sum(receive_counts), ...]` in rank order; until then `tensor` must stay
-        as it is. `inside`: among this node's ranks alone; for links of the device group.
+        `tensor` `[sum(send_counts), ...]`: in rank order; it must not change until the result is
+        there. Returns a function that waits for the received entries, `[sum(receive_counts), ...]`
+        in rank order; it is called once, in the same order on all ranks.
         """
-        world, nodes, group = self.world, self.counters.nodes, self.group
-        rank, size = world.rank, world.size
-        if inside:
-            rank, size, nodes = world.local_rank, world.local_size, None
-            group = world.node_group or group  # one node has no other group
-        if size == 1:
+        rank = self.world.rank
+        if self.world.size == 1:
             return lambda: tensor
-        nbytes, between = bytes_beyond(tensor.nbytes, send_counts, range(rank, rank + 1)), 0
-        if nodes:
+        between = 0
+        if (nodes := self.counters.nodes) is not None:
             between = bytes_beyond(tensor.nbytes, send_counts, nodes.ranks(nodes.of(rank)))
+        nbytes = bytes_beyond(tensor.nbytes, send_counts, range(rank, rank + 1))
         self.counters.count(category, nbytes, between)
-        send, receive = list(send_counts), list(receive_counts)
-        source = (tensor.cpu() if self._staged else tensor).contiguous()
-        out = source.new_empty((sum(receive), *tensor.shape[1:]))
-        return self._start(
-            what, tensor.device, group, dist.all_to_all_single, out, source, receive, send
-        )
+        source = self._sendable(tensor)
+        out = source.new_empty((sum(receive_counts), *tensor.shape[1:]))
+        splits = list(receive_counts), list(send_counts)
+        return self._start(what, tensor.device, dist.all_to_all_single, out, source, *splits)
 
     def start_all_reduce(self, tensor: Tensor, category: str, what: str) -> Callable[[], Tensor]:
         """Sum `tensor` (contiguous) over the ranks in place; under way, as `start_all_to_all`."""
         if self.world.size == 1:
             return lambda: tensor
         self.counters.count_all_reduce(category, tensor, self.world.size)
-        return self._start(what, tensor.device, self.group, dist.all_reduce, tensor)
+        return self._start(what, tensor.device, dist.all_reduce, tensor)
+
+    def all_gather_rows(self, rows: Tensor, counts: Sequence[int], what: str) -> Tensor:
+        """Return the rows of all ranks, `[sum(counts), ...]` in rank order.
+
+        `rows` `[counts[rank], ...]`: those of this rank; all ranks give the same `counts`. An
+        all-gather of parts that are padded to the largest one, counted as ROWS. Its ring sends a
+        row to each node once, where copies to all ranks would cross the network for each of them.
+        """
+        size, most = self.world.size, max(counts)
+        if size == 1 or most == 0:
+            return rows
+        if len(rows) < most:
+            padding = rows.new_empty((most - len(rows), *rows.shape[1:]))
+            rows = torch.cat((rows, padding))
+        source = self._sendable(rows)
+        out = source.new_empty((size * most, *rows.shape[1:]))
+        self.counters.count_all_gather(ROWS, out, size)
+        gathered = self._start(what, rows.device, _all_gather, out, source)()
+        if min(counts) == most:
+            return gathered
+        parts = gathered.split(most)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def start_all_gather(self, tensor: Tensor, category: str, what: str) -> Callable[[], Tensor]:
         """Every rank's `tensor` (equal shapes), `[W, ...]` in rank order: as `start_all_to_all`.
 
-        A copy to each rank: gloo's own all-gather sends as many bytes round a ring, and a small
-        one takes twice as long.
+        For small tensors, of which each rank gets a copy: an all-gather of gloo takes a ring of
+        W - 1 messages, one after the other.
         """
         if (size := self.world.size) == 1:
             return lambda: tensor.unsqueeze(0)
@@ -377,19 +400,22 @@ class Link:
                 waiting.announce()
         waiting.over()
 
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in contiguous memory from which this group can send."""
+        return (tensor.cpu() if self._staged else tensor).contiguous()
+
     def _start(
         self,
         what: str,
         device: torch.device,
-        group: dist.ProcessGroup | None,
         collective: Callable[..., Any],
         out: Tensor,
-        *given: Any,
+        *arguments: Any,
     ) -> Callable[[], Tensor]:
         """Start a collective that fills `out`; call it to wait, on the host (gloo) or the stream
         (NCCL), for `out` on `device`."""
         try:
-            work = collective(out, *given, group=group, async_op=True)
+            work = collective(out, *arguments, group=self.group, async_op=True)
         except RuntimeError as error:
             raise Waiting(self.world, self.name, what).explain(error) from error
         return partial(self._finish, work, what, device, out)
@@ -410,6 +436,12 @@ class Link:
         return out.to(device) if self._staged else out
 
 
+def _all_gather(out: Tensor, tensor: Tensor, **options: Any) -> Any:
+    """Gather tensors of one shape into one, with the function that torch 2.13 renamed."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, tensor, **options)
+
+
 def _done(work: Any) -> bool:
     """Wait for `work` for one slice; whether it is done. Raises RuntimeError if it failed."""
     try:
@@ -424,47 +456,6 @@ def _done(work: Any) -> bool:
 def host_link(world: World) -> Link:
     """The host group as the main thread uses it outside a step; its bytes are not counted."""
     return Link(world, world.host_group, CollectiveCounters(), "the host group")
-
-
-# -----------------------------------------------------------------------------
-# One rank's rows to all ranks, each sent once to every other node and spread inside it.
-#
-# Over a network that several ranks of a node share, a copy for each of them would cross it as
-# often; inside a node there is shared memory or NVLink. (The two levels of hierarchical
-# all-gathers, as NCCL's and HSDP's.) What arrives, and its order, is that of one all-to-all.
-
-
-def spread(link: Link, rows: Tensor, counts: Sequence[int], category: str, what: str) -> Tensor:
-    """This rank's `rows` `[counts[rank], ...]` to all ranks; all ranks' rows, in rank order.
-
-    Called by all ranks with the same `counts`; returns `[sum(counts), ...]`. `link` is one of the
-    device group, whose order of use holds for the node's group too. `category`, `what`: as
-    `Link.start_all_to_all`.
-    """
-    world = link.world
-    if world.size == 1:
-        return rows
-    nodes, rank = world.nodes, world.rank
-    if nodes.count == 1:
-        copies = torch.cat([rows] * world.size)
-        return link.start_all_to_all(copies, [len(rows)] * world.size, counts, category, what)()
-    node = nodes.of(rank)
-    # Whose rows each rank of this node takes for all of them: its own, and of some other ranks.
-    taken = {
-        mate: [other for other in range(world.size) if nodes.peer(other, node) == mate]
-        for mate in nodes.ranks(node)
-    }
-    to = {nodes.peer(rank, other) for other in range(nodes.count)}
-    send = [len(rows) if other in to else 0 for other in range(world.size)]
-    receive = [counts[other] if other in taken[rank] else 0 for other in range(world.size)]
-    copies = torch.cat([rows] * len(to))
-    own = link.start_all_to_all(copies, send, receive, category, what)()
-    copies, about = torch.cat([own] * len(taken)), f"{what}, inside the node"
-    send, receive = [len(own)] * len(taken), [sum(counts[o] for o in t) for t in taken.values()]
-    found = link.start_all_to_all(copies, send, receive, category, about, inside=True)()
-    order = [other for part in taken.values() for other in part]
-    parts = dict(zip(order, found.split([counts[other] for other in order]), strict=True))
-    return torch.cat([parts[other] for other in range(world.size)])
 
 
 # -----------------------------------------------------------------------------

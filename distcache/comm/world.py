@@ -60,10 +60,6 @@ class Nodes:
         """The ranks of `node`."""
         return range(self.firsts[node], self.firsts[node] + self.sizes[node])
 
-    def peer(self, rank: int, node: int) -> int:
-        """The rank of `node` that takes from `rank` what all of that node's ranks get."""
-        return self.firsts[node] + (rank - self.firsts[self.of(rank)]) % self.sizes[node]
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -137,8 +133,6 @@ class World:
     it too, while the main thread does not (`engine.step`).
     `host_group`: gloo, small CPU tensors and objects, from the main thread only.
     `planning_group`: gloo, the planners' exchanges, used by one thread of the planner at a time.
-    `node_group`: this node's ranks, of the device group's kind and under the same rules; None on
-    one node; a rank that is alone on its node may have one of itself, or None.
     A world of one rank may have none (None): it never communicates.
     `node_sizes`: ranks of each node; () is one node. `is_guest`: torch.distributed is somebody
     else's, and the groups alone are this world's.
@@ -156,7 +150,6 @@ class World:
     host_group: dist.ProcessGroup | None = None
     planning_group: dist.ProcessGroup | None = None
     node_sizes: tuple[int, ...] = ()
-    node_group: dist.ProcessGroup | None = None
     is_guest: bool = False
 
     @cached_property
@@ -210,7 +203,7 @@ def open_world(
         torch.cuda.set_device(where)
     try:
         how = {"timeout": patience, "rank": rank, "world_size": size}
-        dist.init_process_group(name, store=own, device_id=bound_device(name, where, nodes), **how)
+        dist.init_process_group(name, store=own, device_id=bound_device(name, where, size), **how)
         store = store or dist.distributed_c10d._get_default_store()
         announce_process(store, rank)
         return World(
@@ -226,7 +219,6 @@ def open_world(
             planning_group=dist.new_group(backend="gloo", timeout=timeout),
             store=store,
             node_sizes=nodes.sizes,
-            node_group=_node_group(nodes, name, patience),
         )
     except RuntimeError as error:  # torch's own are: DistNetworkError, DistStoreError, ...
         if dist.is_initialized():  # in part: else the next world, or a run, would take it for one
@@ -264,18 +256,13 @@ def _claim(place: Place, device: str, backend: str) -> tuple[torch.device, Claim
     return where, Claim(place.local_rank, place.local_size, *agent, *own)
 
 
-def bound_device(backend: str, where: torch.device, nodes: Nodes) -> torch.device | None:
-    """The device that the groups are bound to: NCCL makes their communicators now then, and not in
-    the midst of a step, in whichever thread comes first.
+def bound_device(backend: str, device: torch.device, size: int) -> torch.device | None:
+    """The device that the device group of `size` ranks is bound to, None for no device.
 
-    Node and device groups are used at once, in the same order on all ranks: NCCL starts their
-    kernels in that order where it is told so, since each may wait for room that another one has.
+    Bound to a device, NCCL makes its communicator with the group, and not in the midst of a step,
+    in whichever thread comes first.
     """
-    if backend != "nccl" or sum(nodes.sizes) == 1:
-        return None
-    if nodes.count > 1 and max(nodes.sizes) > 1:
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    return where
+    return device if backend == "nccl" and size > 1 else None
 
 
 def _meet(store: dist.Store, number: int, rank: int, own: Claim, timeout_s: float) -> Nodes:
@@ -294,17 +281,6 @@ def _meet(store: dist.Store, number: int, rank: int, own: Claim, timeout_s: floa
     return nodes
 
 
-def _node_group(nodes: Nodes, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group of this rank's node, where there are several nodes and some have several ranks.
-
-    Called by all ranks, each of which makes the groups of all nodes.
-    """
-    if nodes.count == 1 or max(nodes.sizes) == 1:
-        return None
-    ranks = [list(nodes.ranks(node)) for node in range(nodes.count)]
-    return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)[0]
-
-
 def close_world(world: World, orderly: bool = True) -> None:
     """Leave the job; of a world within somebody else's job, let go of its own groups alone.
 
@@ -315,15 +291,13 @@ def close_world(world: World, orderly: bool = True) -> None:
         return
     if orderly and world.host_group is not None:
         dist.barrier(group=world.host_group)
-    elif world.backend == "nccl":
+    elif world.backend == "nccl" and world.device_group is not None:
         # Without it, leaving waits for kernels that never end.
-        for group in filter(None, (world.node_group, world.device_group)):
-            group.abort()
+        world.device_group.abort()
     if not world.is_guest:
         dist.destroy_process_group()
         return
-    made = (world.node_group, world.device_group, world.host_group, world.planning_group)
-    for group in filter(None, made):
+    for group in filter(None, (world.device_group, world.host_group, world.planning_group)):
         dist.destroy_process_group(group)
 
 
@@ -364,12 +338,10 @@ def current_world(
     nccl = device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()
     backend = "nccl" if nccl else "gloo"
 
-    def new_group(
-        backend: str, members: Sequence[int] = range(size), bound: torch.device | None = None
-    ) -> dist.ProcessGroup:
+    def new_group(backend: str, bound: torch.device | None = None) -> dist.ProcessGroup:
         try:
             return dist.new_group(
-                [ranks[member] for member in members],
+                ranks,
                 timeout=timedelta(seconds=timeout_s),
                 backend=backend,
                 use_local_synchronization=process_group is not None,
@@ -389,16 +361,11 @@ def current_world(
     shared = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"distcache/{generation()}/{ranks[0]}/{seen[0][1]}", shared)
     announce_process(store, rank)
-    bound = bound_device(backend, device, nodes)
+    bound = bound_device(backend, device, size)
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
         bound = None  # new groups are bound to what that is
-    device_group = new_group(backend, bound=bound)
-    planning_group, node_group = new_group("gloo"), None
-    if process_group is None:
-        node_group = _node_group(nodes, backend, timedelta(seconds=timeout_s))
-    elif nodes.count > 1:
-        # Names of groups count those that a rank has: all ranks make one, alone on a node too.
-        node_group = new_group(backend, local, bound)
+    device_group = new_group(backend, bound)
+    planning_group = new_group("gloo")
     return World(
         rank=rank,
         size=size,
@@ -412,6 +379,5 @@ def current_world(
         planning_group=planning_group,
         store=store,
         node_sizes=nodes.sizes,
-        node_group=node_group,
         is_guest=True,
     )

@@ -50,8 +50,7 @@ def counted_sources(statistics: Statistics, tables: Sequence[TableSpec]) -> list
 
 # -----------------------------------------------------------------------------
 # Letters: W ranks, b samples per rank, n = b x (ids per sample) lookups of a table per rank and
-# step, q the probability that a rank touches a row in a step, Q that any rank does, and G ranks of
-# a node.
+# step, q the probability that a rank touches a row in a step, and Q that any rank does.
 
 
 def _expected(*chances: str) -> property:
@@ -69,10 +68,8 @@ class TableDemand:
 
     `count` float64 `[k]`: rows of each bucket; `rank`, `world` float64 `[k]`: q and Q of its rows.
     `start`, `end` float64 `[k]`: the rows [start, end) of the table, in the order in which prefixes
-    are taken, among which they lie. `lookups`: of one rank and step.
-    `node` float64 `[k]`: the probability that any of the G ranks of a node touches a row in a step;
-    q on one node, and where each rank is one. `reuse`: the rows as a cache meets them again, whose
-    `world` alone is of interest, None: the same rows (see `with_mixture`).
+    are taken, among which they lie. `lookups`: of one rank and step. `reuse`: the rows as a cache
+    meets them again, whose `world` alone is of interest, None: the same rows (see `with_mixture`).
     """
 
     name: str
@@ -80,7 +77,6 @@ class TableDemand:
     count: np.ndarray
     rank: np.ndarray
     world: np.ndarray
-    node: np.ndarray
     start: np.ndarray
     end: np.ndarray
     lookups: float
@@ -95,7 +91,7 @@ class TableDemand:
         share = np.clip((prefix - self.start) / width, 0.0, 1.0)
         share = share if first else 1.0 - share
         kept = share > 0
-        of_rows = ("rank", "world", "node", "start", "end")
+        of_rows = ("rank", "world", "start", "end")
         parts: dict[str, Any] = {name: getattr(self, name)[kept] for name in of_rows}
         parts |= {"count": (self.count * share)[kept], "lookups": 0.0}
         if self.rank_rows:
@@ -115,13 +111,9 @@ class TableDemand:
     """Distinct rows that a rank is expected to touch in a step: the sum of q."""
     world_rows = _expected("world")
     """Distinct rows that all ranks are expected to touch: the sum of Q."""
-    node_rows = _expected("node")
-    """Distinct rows that the ranks of one node are expected to touch together."""
     late_rows = _expected("rank", "world")
     """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
     independent."""
-    late_node_rows = _expected("node", "world")
-    """The same of a node's distinct rows."""
 
 
 def _sum_of(parts: str, name: str) -> property:
@@ -144,9 +136,7 @@ class GroupDemand:
     rows = _sum_of("tables", "rows")
     rank_rows = _sum_of("tables", "rank_rows")
     world_rows = _sum_of("tables", "world_rows")
-    node_rows = _sum_of("tables", "node_rows")
     late_rows = _sum_of("tables", "late_rows")
-    late_node_rows = _sum_of("tables", "late_node_rows")
     lookups = _sum_of("tables", "lookups")
 
     def split(self, prefixes: Sequence[float]) -> tuple[GroupDemand, GroupDemand]:
@@ -173,15 +163,11 @@ class GroupDemand:
 @dataclass(frozen=True)
 class Demand:
     """What one step of W = `world_size` ranks needs, `batch` samples (b) on each: `rank_rows` and
-    `world_rows` distinct rows over all groups.
-
-    `local_ranks`: G, of the nodes that the tables' `node` is about; of no account on one node.
-    """
+    `world_rows` distinct rows over all groups."""
 
     groups: tuple[GroupDemand, ...]
     world_size: int
     batch: float
-    local_ranks: int = 1
 
     @property
     def tables(self) -> tuple[TableDemand, ...]:
@@ -247,7 +233,7 @@ def with_mixture(table: TableDemand, uses: np.ndarray, counted: float) -> TableD
         "end": (table.end[kept], end[bucket]),
     }
     again: dict[str, Any] = {name: np.concatenate(pair) for name, pair in parts.items()}
-    return replace(table, rank=again["world"], node=again["world"], **again)
+    return replace(table, rank=again["world"], **again)
 
 
 def _poisson(rates: np.ndarray) -> np.ndarray:
@@ -273,25 +259,24 @@ def demand_at(
     state_widths: Sequence[int],
     batch: float,
     world_size: int,
-    local_ranks: int = 1,
 ) -> Demand:
     """The demand of a step of W = `world_size` ranks with `batch` samples (b) each.
 
-    `state_widths`: S of each table's rows; `local_ranks`: ranks of each node.
+    `state_widths`: S of each table's rows.
     """
-    demands, groups = [_table(own, batch, world_size, local_ranks) for own in sources], []
+    demands = [_table(source, batch, world_size) for source in sources]
+    groups = []
     for members in group_tables([source.table for source in sources]):
         first, own = members[0], tuple(demands[table] for table in members)
         spec = sources[first].table
         groups.append(GroupDemand(own, spec.dim, state_widths[first], spec.dtype))
-    return Demand(tuple(groups), world_size, batch, local_ranks)
+    return Demand(tuple(groups), world_size, batch)
 
 
-def _table(source: TableSource, batch: float, world_size: int, local_ranks: int) -> TableDemand:
+def _table(source: TableSource, batch: float, world_size: int) -> TableDemand:
     curve, lookups = source.curve, batch * source.lookups
     count, end = curve.rows, np.cumsum(curve.rows)
-    ranks = (1, world_size, local_ranks if local_ranks < world_size else 1)
-    touched = [curve.touched(number * lookups) for number in ranks]
+    touched = [curve.touched(number * lookups) for number in (1, world_size)]
     place = (end - count, end)
     found = TableDemand(source.table.name, curve.table_rows, count, *touched, *place, lookups)
     if math.isinf(curve.lookups):

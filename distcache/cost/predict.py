@@ -22,8 +22,6 @@ from distcache.cost.traffic import (
     RESIDENT,
     RING,
     SHARDED,
-    SHARED,
-    SPREAD,
     TABLE_WISE,
     TREE,
     Exchange,
@@ -96,30 +94,22 @@ class StepTime:
 
 
 def exchange_seconds(exchange: Exchange, cluster: Cluster) -> float:
-    """One exchange, of the busiest rank: a collective, whose links work side by side.
-
-    What crosses once for a node is handed on by a second one; in the first a rank sends its mates
-    what it has itself, to each of the W - 1 peers as much.
-    """
+    """Seconds of one exchange of the busiest rank: a collective, whose links work side by side."""
     if exchange.nbytes <= 0 or cluster.ranks == 1:
         return 0.0
     inside, between = (exchange.busiest * part for part in split(exchange, cluster))
-    local, nodes, second = cluster.local_ranks, cluster.nodes, 0.0
+    local = cluster.local_ranks
+    nodes = cluster.nodes
     ways = {
-        SPREAD: (local - 1, nodes - 1),
         RING: (nodes * (local - 1), nodes),
         TREE: (2 * math.log2(local), 2 * math.log2(nodes)),
     }
     # Messages that follow one another on the way to ranks of its node, and of others.
     near, far = ways.get(exchange.pattern, (local - 1, cluster.ranks - local))
-    if exchange.pattern in (SPREAD, SHARED) and nodes > 1 and local > 1:
-        own = exchange.busiest * exchange.nbytes * (local - 1) / (cluster.ranks - 1)
-        second = cluster.collective_s + cluster.inside.seconds(inside - own, near)
-        inside = own
     seconds = [cluster.inside.seconds(inside, near if inside else 0)]
     if cluster.between is not None and between:
         seconds.append(cluster.between.seconds(between, far))
-    return cluster.collective_s + max(seconds) + second
+    return cluster.collective_s + max(seconds)
 
 
 def step_time(
@@ -314,13 +304,12 @@ def predict(
     `RESIDENT`.
 
     `replicated_rows`: {table: K} of `mixed`, others 0. Raises ConfigError for a placement that is
-    none, or a demand of another number of ranks, or of ranks of a node, than the cluster has.
+    none, or a demand of another number of ranks than the cluster has.
     """
-    local = demand.local_ranks if cluster.nodes > 1 else cluster.local_ranks
-    if (demand.world_size, local) != (cluster.ranks, cluster.local_ranks):
+    if demand.world_size != cluster.ranks:
         raise ConfigError(
-            f"the demand is of {demand.world_size} ranks, {demand.local_ranks} on a node, the "
-            f"cluster has {cluster.ranks} on {cluster.nodes} node(s): describe the same world"
+            f"the demand is of {demand.world_size} ranks, the cluster has {cluster.ranks}: "
+            "describe the same world"
         )
     if placement in HYBRID:
         return _hybrid(placement, demand, cluster, settings)
@@ -360,7 +349,7 @@ def _cached(
         if part.copied:
             exchanges += replicated_exchanges(part.rows, world, own.fetched, item, state)
         else:
-            exchanges += sharded_exchanges(part.rows, world, item, cluster.nodes)
+            exchanges += sharded_exchanges(part.rows, world, item)
         row = part.rows.row_bytes(item, part.rows.state_width)
         host_in += own.fetched / world * row
         host_out += own.written_back / world * row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from distcache.cost.demand import Demand, GroupDemand, TableDemand
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner
-from distcache.planner.shard import relays
 from distcache.replay import HomeRun
 
 # -----------------------------------------------------------------------------
@@ -25,24 +25,22 @@ from distcache.replay import HomeRun
 #
 # | placement | stage | bytes that leave a rank |
 # |---|---|---|
-# | replicated | `row_gradients` to homes, `row_sums` to all | ksq, ksQ |
-# | | `fill`: fetched rows (with state, unless it lies at the home) | kM (s + state) |
+# | replicated | `row_gradients` to homes, `row_sums` to all | ksq, ksQ' |
+# | | `fill`: fetched rows (with state, unless it lies at the home) | kM' (s + state) |
 # | sharded | `early_rows` + `late_rows` to the ranks that named them | ksq |
 # | | `row_gradients` back | ksq |
 # | mixed | the prefix as replicated, the rest as sharded | |
 # | table_wise | `pooled`, `pooled_gradients`: a vector per sample and feature | ksb each |
 # | row_wise | the same as partial sums: reduce-scatter, all-gather | (W-1)sb each |
 #
-# Between N nodes of G ranks, of which a node has q_G distinct rows, goes a part of them: rows that
-# several ranks of another node get cross once and are handed on inside it (sharded ones on nodes of
-# up to `relays.MOST_RANKS` ranks; on larger ones EACH).
+# Q' and M' are padded: W times the rows of the home that has most (`padded_rows`).
+#
+# A part of these bytes goes between N nodes of G ranks:
 #
 # | stage | pattern | bytes between nodes |
 # |---|---|---|
-# | `fill`, `row_sums` | SPREAD | (N-1)/(W-1) of them |
-# | `early_rows` + `late_rows` | SHARED | s q_G (W-G)/(WG) |
-# | other rows, row gradients, pooled vectors | EACH | (W-G)/(W-1) of them |
-# | partial sums; dense gradients | RING; TREE | 1/G of them |
+# | `early_rows` + `late_rows`, row gradients, pooled vectors | EACH | (W-G)/(W-1) of them |
+# | `fill`, `row_sums`, partial sums; dense gradients | RING; TREE | 1/G of them |
 
 REPLICATED, SHARDED, MIXED = "replicated", "sharded", "mixed"
 TABLE_WISE, ROW_WISE = "table_wise", "row_wise"
@@ -57,22 +55,22 @@ HYBRID = (TABLE_WISE, ROW_WISE)
 DENSE = "dense"
 
 
-EACH, SPREAD, SHARED, RING, TREE = "each", "spread", "shared", "ring", "tree"
+EACH, RING, TREE = "each", "ring", "tree"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange of a step. `nbytes`: leave a rank, the mean over ranks; `busiest`: those of
-    the busiest rank relative to it, sent or received; `pattern`: `EACH` rank to each, `SPREAD` to
-    all by way of one rank of each other node, `SHARED`: from each to each, but once what several
-    ranks of another node get, around a `RING` (reduce-scatter, all-gather), or up and down a `TREE`
-    (all-reduce); `crossing`: of what is `SHARED`, bytes to other nodes."""
+    """One exchange of a step.
+
+    `nbytes`: bytes that leave a rank, the mean over ranks; `busiest`: those of the busiest rank
+    relative to it, sent or received; `pattern`: `EACH` rank to each other one, around a `RING`
+    (reduce-scatter, all-gather), or up and down a `TREE` (all-reduce).
+    """
 
     stage: str
     nbytes: float
     busiest: float = 1.0
     pattern: str = EACH
-    crossing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,21 +106,31 @@ class Traffic:
 def split(exchange: Exchange, cluster: Cluster) -> tuple[float, float]:
     """Bytes of an exchange inside a rank's node and to other nodes.
 
-    Peers are alike, so bytes go to them in equal shares; of the W - 1 copies of a row that is
-    spread one goes to each other node; of a ring's (or tree's) hops one in each node leaves.
+    Peers are alike, so bytes go to them in equal shares; of a ring's (or tree's) hops one in each
+    node leaves it.
     """
     peers, local = cluster.ranks - 1, cluster.local_ranks
     if peers == 0 or cluster.nodes == 1:
         return exchange.nbytes, 0.0
-    if exchange.pattern == SHARED:
-        return exchange.nbytes - exchange.crossing, exchange.crossing
-    shares = {EACH: (cluster.ranks - local) / peers, SPREAD: (cluster.nodes - 1) / peers}
-    leaving = shares.get(exchange.pattern, 1 / local)
+    leaving = (cluster.ranks - local) / peers if exchange.pattern == EACH else 1 / local
     return exchange.nbytes * (1 - leaving), exchange.nbytes * leaving
 
 
 AT_HOME = "home"
 """The optimizer state of replicated rows lies at their homes alone."""
+
+
+def padded_rows(rows: float, varying: float, world_size: int) -> float:
+    """Rows in the parts of an all-gather of `rows` distinct rows from their homes, of which each of
+    `world_size` parts is as long as the largest one.
+
+    `varying`: the variance of a home's rows, times W. The largest of W normal deviates is about one
+    that a share (W - 3/8) / (W + 1/4) of them does not exceed (Blom 1958).
+    """
+    if world_size == 1:
+        return rows
+    deviate = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
+    return rows + world_size * deviate * math.sqrt(varying / world_size)
 
 
 def replicated_exchanges(
@@ -135,37 +143,26 @@ def replicated_exchanges(
     k, gradient = (world_size - 1) / world_size, group.dim * itemsize
     filled = group.row_bytes(itemsize, 0 if state == AT_HOME else group.state_width)
     back = group.row_bytes(itemsize) if state == AT_HOME else gradient
+    # Of a table that is touched as a whole, homes have the same number of rows in each step.
+    varying = sum(t.world_rows * (1 - t.world_rows / t.rows) for t in group.tables if t.rows)
+    summed = padded_rows(group.world_rows, varying, world_size)
     return [
-        Exchange("fill", k * fetched * filled, pattern=SPREAD),
+        Exchange("fill", k * padded_rows(fetched, fetched, world_size) * filled, pattern=RING),
         Exchange("row_gradients", k * group.rank_rows * gradient),
-        Exchange("row_sums", k * group.world_rows * back, pattern=SPREAD),
+        Exchange("row_sums", k * summed * back, pattern=RING),
     ]
 
 
-def sharded_exchanges(
-    group: GroupDemand, world_size: int, itemsize: int, nodes: int = 1
-) -> list[Exchange]:
-    """A sharded group. Rows that some rank touched in the step before travel after its update.
-
-    On several `nodes` the group knows what one of them touches (`Demand.local_ranks`). A row whose
-    home is on another node comes to one of the ranks of a node that named it, and from that to the
-    others.
-    """
-    row, gradient = group.row_bytes(itemsize), group.dim * itemsize
-    k, local = (world_size - 1) / world_size, world_size // nodes
-    stages = {
-        "late_rows": (group.late_rows, group.late_node_rows),
-        "early_rows": (group.rank_rows - group.late_rows, group.node_rows - group.late_node_rows),
-    }
-    found = []
-    for stage, (own, node) in stages.items():
-        sent = k * (own * row)
-        if nodes == 1 or not relays(local):
-            found.append(Exchange(stage, sent))
-        else:
-            crossing = (world_size - local) / world_size * (node * row) / local
-            found.append(Exchange(stage, sent, pattern=SHARED, crossing=crossing))
-    return [*found, Exchange("row_gradients", k * group.rank_rows * gradient)]
+def sharded_exchanges(group: GroupDemand, world_size: int, itemsize: int) -> list[Exchange]:
+    """A sharded group. Rows that some rank touched in the step before travel after its update."""
+    row = group.row_bytes(itemsize)
+    gradient = group.dim * itemsize
+    k = (world_size - 1) / world_size
+    return [
+        Exchange("late_rows", k * group.late_rows * row),
+        Exchange("early_rows", k * (group.rank_rows - group.late_rows) * row),
+        Exchange("row_gradients", k * group.rank_rows * gradient),
+    ]
 
 
 def hybrid_exchanges(demand: Demand, layout: str, itemsize: int) -> list[Exchange]:

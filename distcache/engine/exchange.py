@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from distcache.errors import PeerError
 from distcache.planner.home import HomeDecision
 from distcache.planner.loops import fold
 from distcache.planner.rank import HomePart
-from distcache.planner.shard import make_routes, masks_for_all, pack, replies_to_all, unpack
+from distcache.planner.shard import replies_to_all
 
 if TYPE_CHECKING:
     from distcache.engine.step import Flight
@@ -133,8 +133,7 @@ class PlanExchange:
     `shelves`: of each group's homes; `fingerprint`: a number that must agree on all ranks
     (configuration). Each header carries it mixed with a digest of all decisions so far. `sharded`:
     groups whose homes keep their slots to themselves; of these a rank learns about its own rows
-    alone (`replies_to_all`), and on a node that hands rows on which of its ranks named them,
-    `planner.shard.masks_for_all`.
+    alone (`replies_to_all`).
     """
 
     def __init__(
@@ -148,8 +147,6 @@ class PlanExchange:
         self._header = header_type(self._size, shelves)
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
-        self.routes = make_routes(link.world.nodes, link.world.rank)
-        """Which way sharded rows go."""
 
     def exchange(self, asking: Part | None, deciding: Part | None = None) -> Told:
         """Send each group's rows to their homes, and this home's decisions to all ranks.
@@ -290,9 +287,14 @@ class PlanExchange:
             groups = range(self._groups)
             told.named = [[arrays[group] for arrays in incoming] for group in groups]
         if deciding is not None:
+            # Of each home, its replies about all groups, then its slots of all groups.
             decisions = [arrays[-2 * self._groups :] for arrays in incoming]
             told.parts = [
-                self._parts(group, decisions, told, deciding) for group in range(self._groups)
+                [
+                    HomePart(arrays[self._groups + group], arrays[group], count)
+                    for arrays, count in zip(decisions, fetched, strict=True)
+                ]
+                for group, fetched in enumerate(told.fetched.T.tolist())
             ]
 
     def _add_decisions(
@@ -308,12 +310,12 @@ class PlanExchange:
         for group, decision in enumerate(deciding.decisions):
             replies = decision.replies
             if group in self._sharded:
-                replies = self._with_masks(decision)
+                replies = replies_to_all(decision)
                 slots.append(_NONE)
             else:
                 # A rank alone has its slots, so it need not encode them.
                 slots.append(decision.told if self._size > 1 else decision.slots)
-            expected = self._reply_lengths(group, deciding)
+            expected = deciding.flight.asked[group].counts.sum(1).tolist()
             for rank in range(self._size):
                 outgoing[rank].append(replies[rank])
                 lengths[rank].append(expected[rank])
@@ -352,41 +354,6 @@ class PlanExchange:
                 start += count
             incoming.append(arrays)
         return incoming
-
-    def _with_masks(self, decision: HomeDecision) -> list[np.ndarray]:
-        """The reply about sharded rows for each rank, followed by its masks, if any."""
-        replies, routes = replies_to_all(decision), self.routes
-        if routes is None:
-            return replies
-        masks = masks_for_all(decision.replies, len(decision.slots), routes)
-        return [
-            reply if of_rank is None else np.concatenate((reply, pack(of_rank)))
-            for reply, of_rank in zip(replies, masks, strict=True)
-        ]
-
-    def _reply_lengths(self, group: int, deciding: Part) -> list[int]:
-        """Numbers in the reply of each home about a group."""
-        counts = deciding.flight.asked[group].counts.sum(1).tolist()
-        if group in self._sharded and self.routes is not None:
-            counts = [n + self.routes.numbers(home, n) for home, n in enumerate(counts)]
-        return counts
-
-    def _parts(
-        self, group: int, decisions: list[list[np.ndarray]], told: Told, deciding: Part
-    ) -> list[HomePart]:
-        """The parts of all homes in the decisions on a group; `decisions`: of each home, the
-        replies and then the slots of every group."""
-        parts = [
-            HomePart(arrays[self._groups + group], arrays[group], int(count))
-            for arrays, count in zip(decisions, told.fetched[:, group], strict=True)
-        ]
-        if self.routes is not None and group in self._sharded:
-            counts = deciding.flight.asked[group].counts.sum(1).tolist()
-            for home, (count, part) in enumerate(zip(counts, parts, strict=True)):
-                if len(part.reply) > count:
-                    masks = unpack(part.reply[count:], count, self.routes.mates)
-                    parts[home] = replace(part, reply=part.reply[:count], masks=masks)
-        return parts
 
     def _mix_into_digest(self, headers: np.ndarray, told: Told) -> None:
         """Mix the decisions of all homes into the digest, which the next headers carry."""

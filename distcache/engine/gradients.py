@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from distcache import ops
-from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, agree_on, spread
+from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, agree_on
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
@@ -362,7 +362,8 @@ def start_reduce_rows(
     if native:
         return link.start_all_reduce(gradient, ROWS, f"row gradients {plan.step}")
     at_home = start_to_homes(link, plan, gradient, where)
-    return lambda: to_all(link, plan, at_home(), f"row sums {plan.step}")
+    what = f"row sums {plan.step}"
+    return lambda: link.all_gather_rows(at_home(), plan.home_counts, what)
 
 
 def start_to_homes(
@@ -378,11 +379,6 @@ def start_to_homes(
     (touched, sources), what = where, f"row gradients {plan.step}"
     sent, own = gradient.index_select(0, touched), plan.home_counts[link.world.rank]
     return start_sums(link, what, sent, (plan.touched_counts, plan.source_counts), (sources, own))
-
-
-def to_all(link: Link, plan: StepPlan, own: Tensor, what: str) -> Tensor:
-    """What each home has for its rows, `[U_h, D]`, to all ranks: `[U, D]` in canonical order."""
-    return spread(link, own, plan.home_counts, ROWS, what)
 
 
 def start_sums(

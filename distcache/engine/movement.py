@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from distcache.cache import DeviceCache, StagingRing
-from distcache.comm.link import ROWS, CollectiveCounters, Link, spread
-from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of, to_all
+from distcache.comm.link import ROWS, CollectiveCounters, Link
+from distcache.engine.gradients import DeviceBags, all_to_device, lookups_of
 from distcache.engine.groups import RegionSlots, TableGroup, TableSettings
 from distcache.engine.step import (
     FILL,
@@ -225,7 +225,8 @@ class GroupRows:
             if state is not None:
                 state = state.to(device, non_blocking=True)
             joined = joined_rows(rows, state if both else None)
-            weight, other = parted_rows(spread(link, joined, counts, ROWS, what), self.cache.kind)
+            gathered = link.all_gather_rows(joined, counts, what)
+            weight, other = parted_rows(gathered, self.cache.kind)
             state = other if both else state
         on_host, where = slots
         if on_host.shape[0]:
@@ -236,20 +237,15 @@ class GroupRows:
             self.cache.fill(on_host, own, weight, state, where, sum(counts[:rank]))
 
     def send_rows(self, transfer: Transfer, there: Transfer, link: Link, what: str) -> Tensor:
-        """Send sharded rows to the ranks that named them; what comes here, `[r, D]`, by `places`.
+        """Send sharded rows to the ranks that requested them; return those for this rank, `[r, D]`
+        in the order of `places`.
 
-        `there`: the transfer on the device. Where rows are handed on inside nodes, all ranks of a
-        node do so, if with none.
+        `there`: the transfer on the device.
         """
-        rows, relay = self.cache.gather(transfer.slots, there.slots), there.relay
+        rows = self.cache.gather(transfer.slots, there.slots)
         counts = transfer.send_counts, transfer.receive_counts
-        came = link.start_all_to_all(joined_rows(rows), *counts, ROWS, what)()
-        if relay is not None:
-            passed, what = came.index_select(0, relay.passed), f"{what}, inside the node"
-            counts = relay.pass_counts, relay.receive_counts
-            others = link.start_all_to_all(passed, *counts, ROWS, what, inside=True)()
-            came = torch.cat((came, others)).index_select(0, relay.order)
-        return came.view(rows.dtype)
+        received = link.start_all_to_all(joined_rows(rows), *counts, ROWS, what)()
+        return received.view(rows.dtype)
 
     def apply(
         self,
@@ -315,7 +311,8 @@ class GroupRows:
         """
         mine = plan.home_slice(link.world.rank)
         own = self.cache.gather(plan.slots[mine], where[mine])
-        rows = to_all(link, plan, joined_rows(own), f"updated rows {plan.step}")
+        what = f"updated rows {plan.step}"
+        rows = link.all_gather_rows(joined_rows(own), plan.home_counts, what)
         put(self.cache.weight, where, rows.view(own.dtype))
 
     def flush(self) -> None:

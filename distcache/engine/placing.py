@@ -339,7 +339,7 @@ class CacheRequest:
         tables, ranks = self.tables, cluster.ranks
         sources = counted_sources(known, tables)
         widths = [self.update.state_width(table.dim) for table in tables]
-        return demand_at(sources, widths, self.batch / ranks, ranks, cluster.local_ranks)
+        return demand_at(sources, widths, self.batch / ranks, ranks)
 
     def of_all_homes(
         self, world: World, slots: Sequence[int], popularity: Popularity | None

@@ -438,8 +438,6 @@ class StreamPlanner:
                 int(told.rows[:, place].sum()),
                 int(told.fetched[:, place].sum()),
                 self._early,
-                self._exchange.routes,
-                tuple([part.masks for part in by_home]),
             )
         if mine is None:  # all rows are sharded
             mine = nothing((flight.step, flight.batch.kind), size)

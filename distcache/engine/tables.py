@@ -25,7 +25,6 @@ from distcache.engine.gradients import (
     start_reduce_rows,
     start_sums,
     start_to_homes,
-    to_all,
 )
 from distcache.engine.groups import TableSettings, make_groups
 from distcache.engine.movement import Mover, RowChoice, marked_ids
@@ -429,8 +428,9 @@ class CachedTables:
             replicated = named(plan.slots[plan.home_slice(world.rank)])
             if world.size > 1 and not self.home_state:
                 own = replicated.unsqueeze(1).to(world.device)
-                found = to_all(self.link, plan, own, f"tables of rows {plan.step}")
-                replicated = found.cpu().flatten()
+                what = f"tables of rows {plan.step}"
+                gathered = self.link.all_gather_rows(own, plan.home_counts, what)
+                replicated = gathered.cpu().flatten()
         return replicated, None if plan.shard is None else named(plan.shard.slots)
 
     def return_rows(self, flight: Flight) -> None:

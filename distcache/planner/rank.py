@@ -61,14 +61,12 @@ class HomePart:
     has them, its slots), the canonical index of every row that the rank asked it for, and how many
     rows are `fetched`.
 
-    Of sharded rows: nothing `told`, and as `reply` that of `replies_to_all`; `masks`: those of
-    `masks_for_all`, None where there are none.
+    Of sharded rows: nothing `told`, and as `reply` that of `replies_to_all`.
     """
 
     told: np.ndarray
     reply: np.ndarray
     fetched: int = 0
-    masks: np.ndarray | None = None
 
 
 _ALIGNED = 128

@@ -1,155 +1,18 @@
-"""One rank's plan of the sharded rows of a step, and rows that go over the nodes once. Pure."""
+"""Replicated rows beside sharded ones, and one rank's plan of the sharded rows of a step. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import torch
 
-from distcache.comm.world import Nodes
 from distcache.layout import RowLayout
 from distcache.planner.home import HomeDecision
 from distcache.planner.victims import grouped
-from distcache.step_plan import Relay, ShardPlan, Transfer
-
-# -----------------------------------------------------------------------------
-# Sharded rows that several ranks of another node named: between nodes once, then on inside it.
-#
-# A row's *carrier* is the first rank of the node that named it, counted round the node from
-# `Nodes.peer` of the row's home on. The home sends the row to it alone, and it hands the row to
-# its mates: the two levels of hierarchical all-to-alls (as Tutel's, arXiv 2206.03382), but only
-# for rows that several ranks named. What a home tells is one mask for each row that a rank of such
-# a node asked for: a bit for each rank of the node that named it. Who carries a row and to whom it
-# goes follows from that on all sides; rows go from mate to mate in the order of their numbers.
-
-MOST_RANKS = 64
-"""Ranks of a node that a mask has bits for; larger nodes get every row from its home."""
-
-_ANY = np.uint8(255)
-"""In place of the carrier of a row that one rank named alone."""
-
-
-class Routes:
-    """Which way sharded rows go from and to `rank` of `nodes`.
-
-    `node`: this rank's node; `local`: this rank among the `mates` ranks there, which hand rows to
-    one another where `hands_on`; `runs`: as in `ShardPlan`, of this rank as a home.
-    """
-
-    def __init__(self, nodes: Nodes, rank: int) -> None:
-        self.nodes, self.rank, self.node = nodes, rank, nodes.of(rank)
-        self.local, self.mates = rank - nodes.firsts[self.node], nodes.sizes[self.node]
-        self.hands_on, sizes = relays(self.mates), enumerate(nodes.sizes)
-        runs = [[size] if self.reached_once(node) else [1] * size for node, size in sizes]
-        self.runs: tuple[int, ...] = tuple(chain(*runs))
-
-    def reached_once(self, node: int) -> bool:
-        """Whether this home's rows go once to `node`."""
-        return node != self.node and relays(self.nodes.sizes[node])
-
-    def numbers(self, home: int, rows: int) -> int:
-        """int32 numbers that `home` sends this rank for the masks of `rows` rows; see `pack`."""
-        if self.nodes.of(home) == self.node or not self.hands_on:
-            return 0
-        return -(-rows * mask_type(self.mates).itemsize // 4)
-
-
-def make_routes(nodes: Nodes, rank: int) -> Routes | None:
-    """The routes of `rank`; None where every row comes from its home: on one node, or where no node
-    has several ranks."""
-    return Routes(nodes, rank) if nodes.count > 1 and any(map(relays, nodes.sizes)) else None
-
-
-def relays(size: int) -> bool:
-    """Whether a node of `size` ranks hands rows on."""
-    return 1 < size <= MOST_RANKS
-
-
-def mask_type(size: int) -> np.dtype:
-    """The smallest unsigned integer with a bit for each of `size` ranks."""
-    return np.dtype(f"uint{max(8, 1 << (size - 1).bit_length())}")
-
-
-def masks_for_all(
-    replies: Sequence[np.ndarray], rows: int, routes: Routes
-) -> list[np.ndarray | None]:
-    """What a home tells each rank: for every row that it asked for, the ranks of its node that
-    named it, a bit each, from bit 0 on by local rank; None for ranks that get no masks.
-
-    `replies`: by rank, indices below `rows` of what it named (`HomeDecision.replies`).
-    """
-    found: list[np.ndarray | None] = []
-    for node in range(routes.nodes.count):
-        own = [replies[rank] for rank in routes.nodes.ranks(node)]
-        if routes.reached_once(node):
-            named = _named(own, rows)
-            found += [named[reply] for reply in own]
-        else:
-            found += [None] * len(own)
-    return found
-
-
-def sent_by_home(replies: Sequence[np.ndarray], rows: int, routes: Routes) -> list[np.ndarray]:
-    """Of every rank's `replies` those rows that this home sends to it, in their order."""
-    found: list[np.ndarray] = []
-    for node in range(routes.nodes.count):
-        own = [replies[rank] for rank in routes.nodes.ranks(node)]
-        if routes.reached_once(node):
-            first = routes.nodes.peer(routes.rank, node) - routes.nodes.firsts[node]
-            named, carrier = _named(own, rows), np.full(rows, _ANY)
-            several = has_several(named)
-            carrier[several] = carriers(named[several], first, len(own))
-            taken = [carrier[reply] for reply in own]
-            own = [
-                reply[(by == local) | (by == _ANY)]
-                for local, (reply, by) in enumerate(zip(own, taken, strict=True))
-            ]
-        found += own
-    return found
-
-
-def _named(replies: Sequence[np.ndarray], rows: int) -> np.ndarray:
-    """A mask for each of `rows` rows: the ranks of a node whose `replies` name it."""
-    found = np.zeros(rows, mask_type(len(replies)))
-    for local, reply in enumerate(replies):
-        found[reply] |= found.dtype.type(1 << local)
-    return found
-
-
-def has_several(masks: np.ndarray) -> np.ndarray:
-    """Which rows more than one rank named: indices, ascending."""
-    return np.flatnonzero(masks & (masks - masks.dtype.type(1)))
-
-
-def carriers(masks: np.ndarray, first: int | np.ndarray, size: int) -> np.ndarray:
-    """The local rank, uint8, that carries each row that the ranks of `masks` (at least one) named.
-
-    The first of them from local rank `first` (one, or one for each row) on, round the `size` ranks.
-    """
-    kind, start = masks.dtype, np.asarray(first, masks.dtype)
-    left = masks << (kind.type(size) - start)  # shifts by all of the bits give 0
-    turned = (masks >> start | left) & kind.type((1 << size) - 1)
-    lowest = turned & (~turned + kind.type(1))
-    steps = np.frexp(lowest.astype(np.float64))[1] - 1  # exact: powers of 2
-    return ((np.asarray(first) + steps) % size).astype(np.uint8)
-
-
-def pack(masks: np.ndarray) -> np.ndarray:
-    """Masks as int32 numbers, `Routes.numbers` of them."""
-    found = np.zeros(-(-masks.nbytes // 4) * 4, np.uint8)
-    found[: masks.nbytes] = np.ascontiguousarray(masks).view(np.uint8)
-    return found.view(np.int32)
-
-
-def unpack(numbers: np.ndarray, rows: int, size: int) -> np.ndarray:
-    """The masks of `rows` rows, of a node of `size` ranks, of what `pack` made."""
-    kind = mask_type(size)
-    return numbers.view(np.uint8)[: rows * kind.itemsize].copy().view(kind)
-
+from distcache.step_plan import ShardPlan, Transfer
 
 # -----------------------------------------------------------------------------
 # The two regions of a cache: rows that every rank has, and rows that their homes alone have.
@@ -217,8 +80,7 @@ class ShardParts:
 
     `own`: its home's decision; `replies`: for each home, int32 for every row that this rank asked
     it for, see `replies_to_all`; `distinct`, `misses`: rows of all homes; `early`: whether rows may
-    travel before the step; `routes`: where rows cross to a node once, and `masks`, what each home
-    told of that.
+    travel before the step.
     """
 
     own: HomeDecision
@@ -226,8 +88,6 @@ class ShardParts:
     distinct: int
     misses: int
     early: bool
-    routes: Routes | None = None
-    masks: tuple[np.ndarray | None, ...] = ()
 
     @cached_property
     def joined(self) -> np.ndarray:
@@ -264,39 +124,38 @@ def shard_plan(parts: ShardParts, asked: Sequence[np.ndarray], move_after: int) 
     start, so it may travel then (BagPipe's rule, SOSP 2023, that only what the next step shares is
     urgent, turned around).
     """
-    own, routes = parts.own, parts.routes
-    counts, sources = [len(rows) for rows in asked], np.concatenate(own.replies)
-    sent = own.replies if routes is None else sent_by_home(own.replies, len(own.slots), routes)
-    sent_counts = [len(reply) for reply in sent]
+    own = parts.own
+    counts = [len(rows) for rows in asked]
+    source_counts = [len(reply) for reply in own.replies]
+    sources = np.concatenate(own.replies)
     bound = move_after if parts.early else _BEFORE_ALL
-    flat = sources if routes is None else np.concatenate(sent)
-    arrivals = None  # each row comes from its home
-    if routes is not None and routes.hands_on:
-        arrivals = Arrivals(routes, parts.masks, asked)
 
-    def transfer(goes: np.ndarray, comes: np.ndarray) -> Transfer:
-        """That of the rows that are to go, and to come; bool, of all of them."""
-        sends, places = goes.nonzero()[0], comes.nonzero()[0]
-        slots, to = as_tensor(own.slots[flat[sends]]), by_piece(sends, sent_counts)
-        if arrivals is None:
-            return Transfer(slots, to, as_tensor(places), by_piece(places, counts))
-        return Transfer(slots, to, as_tensor(places), *arrivals.divide(places))
+    def transfer(sent: np.ndarray, received: np.ndarray) -> Transfer:
+        """The transfer of some of the rows; bool masks over `sources` and over `asked`."""
+        sends = sent.nonzero()[0]
+        places = received.nonzero()[0]
+        return Transfer(
+            as_tensor(own.slots[sources[sends]]),
+            by_piece(sends, source_counts),
+            as_tensor(places),
+            by_piece(places, counts),
+        )
 
-    goes, comes = own.previous[flat] > bound, (parts.joined & ~FETCHED) > bound + 1
+    sent_late = own.previous[sources] > bound
+    received_late = (parts.joined & ~FETCHED) > bound + 1
     return ShardPlan(
         distinct=parts.distinct,
         misses=parts.misses,
         counts=tuple(counts),
         slots=as_tensor(own.slots),
         source_rows=as_tensor(sources),
-        source_counts=tuple(len(reply) for reply in own.replies),
-        early=transfer(~goes, ~comes) if parts.early else None,
-        late=transfer(goes, comes),
+        source_counts=tuple(source_counts),
+        early=transfer(~sent_late, ~received_late) if parts.early else None,
+        late=transfer(sent_late, received_late),
         fetch_slots=as_tensor(own.fetch_slots),
         fetch_rows=as_tensor(own.fetch_rows, np.int64),
         evict_slots=as_tensor(own.evict_slots),
         evict_rows=as_tensor(own.evict_rows, np.int64),
-        runs=() if routes is None else routes.runs,
     )
 
 
@@ -304,59 +163,6 @@ def by_piece(places: np.ndarray, lengths: Sequence[int]) -> tuple[int, ...]:
     """How many of `places`, ascending, are in each of the pieces of `lengths` that follow one
     another."""
     return tuple(np.diff(np.searchsorted(places, np.cumsum(lengths)), prepend=0).tolist())
-
-
-class Arrivals:
-    """Which rank of the node brings each of this rank's N sharded rows, and to whom they go on."""
-
-    def __init__(
-        self, routes: Routes, masks: Sequence[np.ndarray | None], asked: Sequence[np.ndarray]
-    ) -> None:
-        """`masks`: what each home told (`masks_for_all`); `asked`: the rows, by home."""
-        nodes, rows, counts = routes.nodes, np.concatenate(asked), [len(part) for part in asked]
-        self._routes, self._counts = routes, counts
-        none = [np.zeros(count, mask_type(routes.mates)) for count in counts]
-        named = np.concatenate(
-            [zeros if told is None else told for zeros, told in zip(none, masks, strict=True)]
-        )
-        several = has_several(named)
-        several = several[np.argsort(rows[several])]
-        first = [
-            nodes.peer(home, routes.node) - nodes.firsts[routes.node] for home in range(len(counts))
-        ]
-        homes = np.searchsorted(np.cumsum(counts), several, side="right")
-        by = carriers(named[several], np.array(first)[homes], routes.mates)
-        brought = by != routes.local
-        self._from_mate = np.zeros(len(rows), bool)
-        self._from_mate[several] = brought
-        order, _ = grouped(by, routes.mates)
-        order, own = order[brought[order]], several[~brought]
-        self._brought, self._by = several[order], by[order]
-        """`[k]`: rows that mates bring, and who does; by mate, then ascending by number."""
-        masks = named[own] & ~named.dtype.type(1 << routes.local)
-        self._to, of = np.nonzero(
-            masks >> np.arange(routes.mates, dtype=masks.dtype)[:, None] & masks.dtype.type(1)
-        )
-        self._passed = own[of]
-        """`[p]`: rows that this rank hands on, those `_to` the same mate together, as above."""
-
-    def divide(self, places: np.ndarray) -> tuple[tuple[int, ...], Relay]:
-        """For the rows `places` of a transfer, ascending: how many each home sends here, and the
-        second leg."""
-        mates, total = self._routes.mates, len(self._from_mate)
-        direct = places[~self._from_mate[places]]
-        at, moves = np.full(total, -1), np.zeros(total, bool)
-        at[direct], moves[places] = np.arange(len(direct)), True
-        come, go = moves[self._brought], moves[self._passed]
-        brought = self._brought[come]
-        at[brought] = len(direct) + np.arange(len(brought))
-        relay = Relay(
-            as_tensor(at[self._passed[go]]),
-            tuple(np.bincount(self._to[go], minlength=mates).tolist()),
-            tuple(np.bincount(self._by[come], minlength=mates).tolist()),
-            as_tensor(at[places]),
-        )
-        return by_piece(direct, self._counts), relay
 
 
 def as_tensor(values: np.ndarray, dtype: type = np.int32) -> torch.Tensor:

@@ -29,7 +29,6 @@ from distcache.comm.link import (
     count_collectives,
     gather_bytes,
     on_first,
-    spread,
     summing_hook,
     together,
 )
@@ -100,8 +99,6 @@ def test_places() -> None:
     assert nodes == Nodes((2, 1, 3))
     assert [nodes.of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
     assert [list(nodes.ranks(node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
-    assert [nodes.peer(rank, 0) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
-    assert [nodes.peer(rank, 2) for rank in range(6)] == [3, 4, 3, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -146,20 +143,11 @@ def test_a_rank_says_why_it_cannot_have_what_is_asked(wanted, gpus, message, mon
     )
 
 
-def test_communicators_are_made_at_once_and_several_start_in_order(monkeypatch) -> None:
-    where, order = torch.device("cuda", 1), "NCCL_LAUNCH_ORDER_IMPLICIT"
-    monkeypatch.setenv(order, "0")
-    monkeypatch.delenv(order)
-    for backend, sizes, bound in (("gloo", (2, 2), None), ("nccl", (1,), None)):
-        assert bound_device(backend, where, Nodes(sizes)) is bound
-    for sizes in ((4,), (1, 1)):  # whose device group is the only one
-        assert bound_device("nccl", where, Nodes(sizes)) == where
-    assert order not in os.environ
-    assert bound_device("nccl", where, Nodes((2, 1))) == where
-    assert os.environ[order] == "1"
-    monkeypatch.setenv(order, "0")
-    bound_device("nccl", where, Nodes((2, 2)))
-    assert os.environ[order] == "0", "what somebody has set stays"
+def test_communicators_are_made_at_once() -> None:
+    device = torch.device("cuda", 1)
+    assert bound_device("nccl", device, 2) == device
+    assert bound_device("nccl", device, 1) is None
+    assert bound_device("gloo", device, 2) is None
 
 
 def bound_to(rank: int, size: int) -> list[tuple[str, torch.device | None]]:
@@ -198,10 +186,9 @@ def test_ranks_that_go_round_the_nodes_are_refused() -> None:
 
 
 def nodes_of(world: World) -> tuple:
-    """What this rank knows of its node, before it leaves."""
-    group = world.node_group and dist.get_process_group_ranks(world.node_group)
+    """Rank, nodes, first rank of its node, and local rank of this rank, which then leaves."""
     close_world(world)
-    return world.rank, world.nodes.sizes, world.first_local, world.local_rank, group
+    return world.rank, world.nodes.sizes, world.first_local, world.local_rank
 
 
 def nodes_of_ranks(rank: int, size: int) -> tuple:
@@ -216,8 +203,8 @@ def nodes_of_ranks(rank: int, size: int) -> tuple:
 def test_every_rank_knows_the_nodes_or_says_why() -> None:
     messages, found = zip(*run_ranks(nodes_of_ranks, 4), strict=True)
     assert len(set(messages)) == 1 and "as torchrun does" in messages[0]
-    assert found[0] == [(0, (4,), 0, 0, None), (0, (1, 3), 0, 0, [0])]
-    assert found[2] == [(2, (4,), 0, 2, None), (2, (1, 3), 1, 1, [1, 2, 3])]
+    assert found[0] == [(0, (4,), 0, 0), (0, (1, 3), 0, 0)]
+    assert found[2] == [(2, (4,), 0, 2), (2, (1, 3), 1, 1)]
 
 
 def in_a_part(rank: int, size: int) -> list[tuple]:
@@ -233,7 +220,7 @@ def in_a_part(rank: int, size: int) -> list[tuple]:
 
 
 def test_nodes_of_a_process_group() -> None:
-    parts = [(0, (2, 1), 0, 0, [1, 2]), (1, (2, 1), 0, 1, [1, 2]), (2, (2, 1), 2, 0, [3])]
+    parts = [(0, (2, 1), 0, 0), (1, (2, 1), 0, 1), (2, (2, 1), 2, 0)]
     assert run_ranks(in_a_part, 4) == [[], *([part] * 2 for part in parts)]
 
 
@@ -377,8 +364,10 @@ def test_known_payloads_are_counted() -> None:
         assert hooked == {ROWS: 0, PLANNING: 0, DENSE: 8 * 4 * 2 * 2 // 3}
 
 
-def spread_on_nodes(rank: int, size: int, layouts: list[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """Bytes sent, and between nodes, where rows of several sizes come as one all-to-all's do."""
+def gathered_on_nodes(
+    rank: int, size: int, layouts: list[tuple[int, ...]]
+) -> list[tuple[int, int]]:
+    """Bytes sent, and between nodes, where rows of all ranks are gathered, and checked."""
     found = []
     for sizes in layouts:
         world = open_nodes(rank, sizes)
@@ -386,19 +375,21 @@ def spread_on_nodes(rank: int, size: int, layouts: list[tuple[int, ...]]) -> lis
         link = Link(world, world.device_group, counters, "a test")
         for step in range(3):
             counts = [(3 * other + step) % 4 for other in range(size)]  # none, for some
-            rows = torch.full((counts[rank], 2), float(rank)) + step
-            brought = spread(link, rows, counts, ROWS, "rows")
-            want = torch.cat([torch.full((c, 2), r + step) for r, c in enumerate(counts)])
-            assert torch.equal(brought, want.float()), (sizes, step)
+            for each in (counts, [2] * size, [0] * size):
+                rows = torch.full((each[rank], 2), float(rank)) + step
+                gathered = link.all_gather_rows(rows, each, "rows")
+                want = torch.cat([torch.full((c, 2), r + step) for r, c in enumerate(each)])
+                assert torch.equal(gathered, want.float()), (sizes, step)
         found.append((counters.collective_bytes, counters.inter_node_bytes))
         close_world(world)
     return found
 
 
-def test_spread_sends_rows_to_every_rank_and_once_to_every_node() -> None:
+def test_rows_of_all_ranks_are_gathered_round_a_ring() -> None:
+    """Padded to the rank that has most; what leaves a node is what its last rank hands on."""
     layouts = [(4,), (2, 2), (1, 3), (2, 1, 1), (1, 1, 1, 1)]
-    by_rank = run_ranks(spread_on_nodes, 4, layouts)
-    rows = sum((3 * rank + step) % 4 for rank in range(4) for step in range(3))
+    by_rank = run_ranks(gathered_on_nodes, 4, layouts)
+    sent = 3 * 8 * 3 * (3 + 2)
     for sizes, *of_ranks in zip(layouts, *by_rank, strict=True):
-        sent, between = map(sum, zip(*of_ranks, strict=True))
-        assert (sent, between) == (8 * 3 * rows, 8 * (len(sizes) - 1) * rows), sizes
+        last = [sum(sizes[: node + 1]) - 1 for node in range(len(sizes))] if len(sizes) > 1 else []
+        assert of_ranks == [(sent, sent if rank in last else 0) for rank in range(4)], sizes

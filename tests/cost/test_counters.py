@@ -48,7 +48,7 @@ def test_bytes_are_those_of_runs(world: int, nodes: int, tmp_path: Path) -> None
     tables = specs(ROWS, [4] * 3)
     counted = counted_sources(count_steps(source, range(STEPS)), tables)
     law = zipf_sources(tables, [1.0] * 3, [1.05] * 3)
-    demands = [demand_at(own, [4] * 3, BATCH, world, local) for own in (law, counted)]
+    demands = [demand_at(own, [4] * 3, BATCH, world) for own in (law, counted)]
     runs = [(*RUN, size, *layout) for layout in LAYOUTS.values()]
     each = None if nodes == 1 else (local,) * nodes
     for layout, run in zip(LAYOUTS, summaries(runs, tmp_path, world, 240, each), strict=True):

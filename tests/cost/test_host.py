@@ -113,7 +113,7 @@ def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
 
 def test_planners_of_several_nodes_tell_each_other_rank_by_rank() -> None:
     """Over gloo, to which slots are given once for each rank, and which brings as many."""
-    step = demand(4, nodes=2)
+    step = demand(4)
     told = 2 * 3 / 4 * (2 * step.rank_rows + step.world_rows) * 1e-9
     size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH) * 1e-9
     for times, took in ((HostTimes(exchange_s=1e-9), size), (HostTimes(told_s=1e-9), told)):
@@ -176,7 +176,7 @@ def test_the_choice_and_the_crossovers_know_the_host() -> None:
         return cluster(world, collective_s=1e-4, threads=times)
 
     def changes(times: HostTimes) -> list[tuple]:
-        points = [compare(demand(w), there(w, times), warm, "time") for w in (1, 2, 4)]
+        points = [compare(demand(w), there(w, times), warm, "time") for w in (4, 8)]
         return [(found.before, found.old, found.new) for found in crossovers(points)]
 
     for times, best in ((HostTimes(), REPLICATED), (slow, SHARDED)):

@@ -15,16 +15,15 @@ from distcache.cost.cluster import Cluster, Link
 from distcache.cost.predict import exchange_seconds, predict
 from distcache.cost.traffic import (
     CACHED,
-    EACH,
     HYBRID,
+    RING,
     ROW_WISE,
-    SHARED,
-    SPREAD,
     Exchange,
     Part,
     Traffic,
     cache_memory,
     hybrid_exchanges,
+    padded_rows,
     replicated_exchanges,
     sharded_exchanges,
     split,
@@ -70,7 +69,7 @@ def test_halves_are_moved_in_half_of_the_bytes_and_their_gradients_are_not() -> 
 
 
 class Routed:
-    """Rows that ranks sent to mates and to other nodes, mean per rank and step."""
+    """Rows that ranks sent inside their nodes and to other ones, mean per rank and step."""
 
     def __init__(self, world: int, nodes: int) -> None:
         self.world, self.homes = world, layout(world).home
@@ -84,32 +83,16 @@ class Routed:
             self.inside += rows
 
     def to_all(self, rows: np.ndarray) -> None:
-        """Each home's rows, once to each other node, and on inside it."""
-        for home in range(self.world):
-            count = int(np.count_nonzero(self.homes(rows) == home))
-            for node in range(self.nodes.count):
-                first = self.nodes.peer(home, node)
-                self.send(home, first, count)
-                for mate in self.nodes.ranks(node):
-                    self.send(first, mate, count)
+        """Each home's rows to all ranks, round the ring in parts of the largest home's size."""
+        most = int(np.bincount(self.homes(rows), minlength=self.world).max())
+        for rank in range(self.world):
+            self.send(rank, (rank + 1) % self.world, (self.world - 1) * most)
 
-    def to_namers(self, named: list[np.ndarray]) -> None:
-        """Each home's rows to the ranks that named them; on other nodes, to the first of them from
-        the home's own index on, which hands them on."""
-        for home in range(self.world):
-            own = [rows[self.homes(rows) == home] for rows in named]
-            for node in range(self.nodes.count):
-                mates, first = self.nodes.ranks(node), self.nodes.peer(home, node)
-                if home in mates:
-                    for mate in mates:
-                        self.send(home, mate, len(own[mate]))
-                    continue
-                here, there = np.empty(0, np.int64), first - mates.start
-                for mate in (*mates[there:], *mates[:there]):
-                    new = np.setdiff1d(own[mate], here)
-                    self.send(home, mate, len(new))
-                    self.inside += len(own[mate]) - len(new)
-                    here = np.append(here, new)
+    def to_requesters(self, named: list[np.ndarray]) -> None:
+        """Each home's rows to the ranks that named them."""
+        for rank, rows in enumerate(named):
+            for home, count in enumerate(np.bincount(self.homes(rows), minlength=self.world)):
+                self.send(home, rank, int(count))
 
     def to_homes(self, named: list[np.ndarray]) -> None:
         """A gradient of each row that a rank named, to its home."""
@@ -126,18 +109,19 @@ class Routed:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_cross_once_for_each_node(shape: tuple[int, int]) -> None:
-    world, nodes = shape
-    group, there = demand(world, nodes=nodes).groups[0], cluster(*shape)
+def test_bytes_inside_and_between_nodes(shape: tuple[int, int]) -> None:
+    world = shape[0]
+    group = demand(world).groups[0]
+    there = cluster(*shape)
     steps = [[np.unique(rows) for rows in step] for step in draw(world, STEPS + 1, 4)]
     sums, gradients, every, late = (Routed(*shape) for _ in range(4))
     for before, step in itertools.pairwise(steps):
         sums.to_all(np.unique(np.concatenate(step)))
         gradients.to_homes(step)
-        every.to_namers(step)
+        every.to_requesters(step)
         changed = np.unique(np.concatenate(before))
-        late.to_namers([np.intersect1d(rows, changed) for rows in step])
-    late_rows, early_rows, back = sharded_exchanges(group, world, ITEM, nodes)
+        late.to_requesters([np.intersect1d(rows, changed) for rows in step])
+    late_rows, early_rows, back = sharded_exchanges(group, world, ITEM)
     late.is_about(late_rows)
     every.is_about(late_rows, early_rows)
     gradients.is_about(back)
@@ -147,31 +131,26 @@ def test_rows_cross_once_for_each_node(shape: tuple[int, int]) -> None:
         gradients.is_about(back)
         shares = [split(e, there)[1] / e.nbytes for e in (filled, given)]
         assert shares[0] == pytest.approx(shares[1])
-        assert filled.nbytes == pytest.approx((world - 1) / world * 300 * width)
+        assert filled.nbytes == (world - 1) / world * padded_rows(300.0, 300.0, world) * width
 
 
-def test_rows_of_nodes_that_do_not_hand_on_cross_for_each_rank() -> None:
-    for world, pattern in ((128, SHARED), (130, EACH)):
-        group = demand(world, nodes=2).groups[0]
-        assert {e.pattern for e in sharded_exchanges(group, world, ITEM, 2)[:2]} == {pattern}
-
-
-def test_rows_are_handed_on_by_a_second_collective() -> None:
+def test_links_of_an_exchange_work_side_by_side() -> None:
     there = Cluster(8, Link(1e9), Link(100.0, 0.5), Link(10.0, 2.0), 2, collective_s=7.0)
-    # Of seven copies three go to mates and one to the other node, where three are made of it.
-    first = max(3 * 0.5 + 300 / 100, 1 * 2.0 + 100 / 10)
-    second = 3 * 0.5 + 300 / 100
-    spread = Exchange("fill", 700.0, pattern=SPREAD)
-    assert exchange_seconds(spread, there) == pytest.approx(7 + first + 7 + second)
-    # Sharded rows go to whoever named them, but once to a node: 150 of 400 bytes are handed on.
-    shared = Exchange("late_rows", 700.0, pattern=SHARED, crossing=250.0)
-    first = max(3 * 0.5 + 300 / 100, 4 * 2.0 + 250 / 10)
-    assert exchange_seconds(shared, there) == pytest.approx(7 + first + 7 + 3 * 0.5 + 150 / 100)
-    quick = replace(there, between=Link(1e9))  # the first is over when mates have their copies
-    for exchange, rest in ((spread, 300), (shared, 150)):
-        expected = 7 + 3 * 0.5 + 300 / 100 + 7 + 3 * 0.5 + rest / 100
-        assert exchange_seconds(exchange, quick) == pytest.approx(expected)
-    for nodes in (1, 8):  # one node, and nodes of one rank: from each to each
-        flat = replace(there, nodes=nodes)
-        each = exchange_seconds(Exchange("fill", 700.0), flat)
-        assert exchange_seconds(spread, flat) == pytest.approx(each)
+    # Of seven messages from each to each, three stay in the node; round the ring one hop in four
+    # leaves it, and there are six hops inside of nodes and two between them.
+    each = Exchange("late_rows", 700.0)
+    ring = Exchange("fill", 700.0, pattern=RING)
+    assert exchange_seconds(each, there) == pytest.approx(7 + 4 * 2.0 + 400 / 10)
+    assert exchange_seconds(ring, there) == pytest.approx(7 + 2 * 2.0 + 175 / 10)
+    quick = replace(there, between=Link(1e9))
+    assert exchange_seconds(each, quick) == pytest.approx(7 + 3 * 0.5 + 300 / 100)
+    assert exchange_seconds(ring, quick) == pytest.approx(7 + 6 * 0.5 + 525 / 100)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 32])
+@pytest.mark.parametrize("rows", [300, 3000])
+def test_an_all_gather_is_padded_to_the_largest_part(world: int, rows: int) -> None:
+    homes = np.random.default_rng(0).integers(0, world, (4000, rows))
+    largest = [np.bincount(drawn, minlength=world).max() for drawn in homes]
+    assert padded_rows(rows, rows, world) == pytest.approx(world * np.mean(largest), rel=0.04)
+    assert padded_rows(rows, rows, 1) == rows

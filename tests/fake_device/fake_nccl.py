@@ -187,6 +187,19 @@ class Communicator(dist.ProcessGroup):
 
         return self._issue("all_gather", tensors, exchange, outs[0])
 
+    def all_gather_single(self, out: Any, tensor: Any, opts: Any = None) -> Issued:
+        shape = out.shape
+
+        def exchange(copies: list[Tensor]) -> Any:
+            own = copies.pop()
+            copies.append(own.new_empty(shape))
+            parts = list(copies[0].view(self.size(), *own.shape).unbind(0))
+            return self.wire.allgather([parts], [own])
+
+        return self._issue("all_gather_single", [tensor], exchange, [out])
+
+    _allgather_base = all_gather_single  # as torch before 2.13 calls it
+
     def all_to_all_single(
         self, out: Any, tensor: Any, receive: list[int], send: list[int], opts: Any = None
     ) -> Issued:

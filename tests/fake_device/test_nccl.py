@@ -48,6 +48,10 @@ def promises(rank: int, _: None) -> list[list[float]]:
     parts = [torch.empty(2, device="cuda") for _ in range(2)]
     dist.all_gather(parts, there + rank)
     found += parts
+    whole = torch.empty(4, device="cuda")
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, there + rank)
+    found.append(whole)
     dist.broadcast(there, src=1)
     found.append(there)
     assert DEVICE.counts["host wait", "MainThread"] == waits
@@ -82,8 +86,8 @@ def test_collectives_are_in_stream_order_and_ranks_in_one_order(guard: Path) -> 
     calls = [(promises, None), *((refused, what) for what in differ)]
     (first, second), *errors = run(guard, on_ranks, calls, 2)
     assert first[0] != [3, 3] != second[0]
-    assert first[1:] == [[3, 3], [0, 10], [3, 3], [4, 4], [3, 3]]
-    assert second[1:] == [[3, 3], [1, 2, 11, 12], [3, 3], [4, 4], [3, 3]]
+    assert first[1:] == [[3, 3], [0, 10], [3, 3], [4, 4], [3, 3, 4, 4], [3, 3]]
+    assert second[1:] == [[3, 3], [1, 2, 11, 12], [3, 3], [4, 4], [3, 3, 4, 4], [3, 3]]
     for what, by_rank in zip(differ, errors, strict=True):
         assert all("issue in different orders: [['" in error for error in by_rank), (what, by_rank)
 

@@ -61,7 +61,9 @@ def issued(call: dict[str, Any]) -> list[str]:
     over meanwhile."""
     dist.init_process_group("gloo")
     step_rows.HomeGradient = torch.Tensor  # the device's tensors cannot be of another class
-    rank, said, plain = dist.get_rank(), [], (dist.all_to_all_single, dist.all_reduce)
+    rank, said = dist.get_rank(), []
+    names = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce")
+    plain = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     ebc = cached(device="cuda", timeout_s=60, **call["settings"])
     model = Summed(8 * 5, said)
     ours = ebc.tables.world.device_group
@@ -74,7 +76,8 @@ def issued(call: dict[str, Any]) -> list[str]:
 
         return spy
 
-    dist.all_to_all_single, dist.all_reduce = map(spied, plain)
+    for name, collective in plain.items():
+        setattr(dist, name, spied(collective))
     ebc.tables.engine.shake = Shaker(rank)
     stream = [part(batch, rank, 2) for batch in batches(STEPS)]
     for step, batch in enumerate(lookahead(stream, ebc)):
@@ -87,7 +90,8 @@ def issued(call: dict[str, Any]) -> list[str]:
         said.append(BACKWARD)
         ebc.step()
     ebc.close()
-    dist.all_to_all_single, dist.all_reduce = plain
+    for name, collective in plain.items():
+        setattr(dist, name, collective)
     dist.barrier()
     dist.destroy_process_group()
     return said

@@ -1,5 +1,5 @@
-"""Several nodes, each with its part of the rows: the bits of one node with the same ranks, and of
-sharded rows, which ranks of a node share, the bytes that ids say; the drop-in (by host name);
+"""Several nodes, each with its part of the rows: the bits of one node with the same ranks; bytes of
+sharded rows between nodes, counted from the ids; the drop-in (by host name);
 checkpoints: the files of one node's, whatever wrote them, and the same trajectory.
 """
 
@@ -9,14 +9,12 @@ import copy
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import checkpoints
 import numpy as np
@@ -48,7 +46,6 @@ from distcache.engine.groups import Placement, TableGroup, make_groups
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedSettings
-from distcache.planner import shard as relays
 from distcache.store import memory as available
 
 HALF = replace(table("c", 7, dim=4), dtype=torch.bfloat16)
@@ -81,16 +78,12 @@ class Run:
     sent: dict[str, int]
 
 
-def run_all(
-    rank: int, size: int, ways: Sequence[tuple[tuple[int, ...], bool]]
-) -> list[dict[str, Run]]:
-    """Every run on nodes of each shape of `ways`; whether they hand rows on."""
+def run_all(rank: int, size: int, layouts: Sequence[tuple[int, ...]]) -> list[dict[str, Run]]:
+    """Every run on the nodes of each layout."""
     found = []
-    for sizes, hand_on in ways:
+    for sizes in layouts:
         world = open_nodes(rank, sizes)
-        with patch.object(relays, "MOST_RANKS", relays.MOST_RANKS if hand_on else 1):
-            names = RUNS if hand_on else PLACEMENTS
-            found.append({name: run_one(world, RUNS[name]) for name in names})
+        found.append({name: run_one(world, settings) for name, settings in RUNS.items()})
         close_world(world)
     return found
 
@@ -120,38 +113,30 @@ def named_rows(placement: Placement) -> Iterator[tuple[TableGroup, list[np.ndarr
             yield group, [part[~np.isin(part, group.hot)] for part in rows]
 
 
-def by_hand(placement: Placement, sizes: tuple[int, ...]) -> Counter:
-    """Bytes between nodes of sharded rows, of those that ranks of a node share, and of masks.
-
-    `direct`, `once`: rows to who named them, from their homes alone or once to each node;
-    `gradients`: of rows, to their homes; `masks`: what homes tell, between nodes and in all.
-    """
-    nodes, found = Nodes(sizes), Counter()
+def bytes_between(placement: Placement, sizes: tuple[int, ...]) -> int:
+    """Bytes of sharded rows and of their gradients between nodes: from each home to each rank of
+    another node that requested a row, and back."""
+    nodes = Nodes(sizes)
+    total = 0
     for group, named in named_rows(placement):
-        homes = [group.layout.home(rows) for rows in named]
-        for node, home in np.ndindex(len(sizes), WORLD):
-            if home in nodes.ranks(node):
-                continue
-            parts = [named[rank][homes[rank] == home] for rank in nodes.ranks(node)]
-            asked, row = sum(map(len, parts)), (2 if group.layout.dtype else 4) * group.dim
-            found["direct"] += row * asked
-            found["gradients"] += 4 * group.dim * asked
-            found["once"] += row * len(np.unique(np.concatenate(parts)))
-            if len(parts) > 1:  # a byte for each row, in whole int32 numbers
-                found["masks"] += sum(4 * -(-len(part) // 4) for part in parts)
-    return found
+        row_bytes = (2 if group.layout.dtype else 4) * group.dim
+        for rank, rows in enumerate(named):
+            homes = group.layout.home(rows).tolist()
+            crossing = sum(nodes.of(home) != nodes.of(rank) for home in homes)
+            total += (row_bytes + 4 * group.dim) * crossing
+    return total
 
 
-WAYS = [((4,), True), ((2, 2), True), ((1, 3), True), ((2, 2), False), ((1, 3), False)]
+NODES = [(4,), (2, 2), (1, 3)]
 
 
 @pytest.fixture(scope="module")
-def by_way() -> dict[tuple, dict[str, list[Run]]]:
-    """The runs of every rank, by way and name."""
-    by_rank = run_ranks(run_all, WORLD, WAYS, timeout=200)
+def by_nodes() -> dict[tuple[int, ...], dict[str, list[Run]]]:
+    """The runs of every rank, by the nodes' sizes and by name."""
+    by_rank = run_ranks(run_all, WORLD, NODES, timeout=200)
     return {
-        way: {name: [of_rank[at][name] for of_rank in by_rank] for name in by_rank[0][at]}
-        for at, way in enumerate(WAYS)
+        sizes: {name: [of_rank[place][name] for of_rank in by_rank] for name in RUNS}
+        for place, sizes in enumerate(NODES)
     }
 
 
@@ -160,37 +145,28 @@ def total(runs: list[Run], counter: str) -> int:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_nodes_have_the_bits_of_one(by_way: dict, name: str) -> None:
-    one = by_way[(4,), True][name]
-    for way in WAYS:
-        for rank, run in enumerate(by_way[way].get(name, ())):
+def test_nodes_have_the_bits_of_one(by_nodes: dict, name: str) -> None:
+    one = by_nodes[(4,)][name]
+    for sizes in NODES:
+        for rank, run in enumerate(by_nodes[sizes][name]):
             assert run.losses == one[rank].losses
             assert rank or run.state == one[0].state, "rank 0 has the whole tables"
-            assert np.array_equal(run.cached, one[rank].cached), (way, rank)
+            assert np.array_equal(run.cached, one[rank].cached), (sizes, rank)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_bytes_of_shared_rows(by_way: dict, name: str) -> None:
-    one = by_way[(4,), True][name]
+def test_bytes_between_nodes(by_nodes: dict, name: str) -> None:
+    one = by_nodes[(4,)][name]
     for sizes in ((2, 2), (1, 3)):
-        on, off, want = (
-            *(by_way[sizes, way][name] for way in (True, False)),
-            by_hand(PLACEMENTS[name], sizes),
-        )
-        for runs in (on, off):
-            for counter in ("collective_bytes", "dense_collective_bytes"):
-                assert total(runs, counter) == total(one, counter), (sizes, counter)
-        saved = total(off, "inter_node_bytes") - total(on, "inter_node_bytes")
-        assert 0 < saved == want["direct"] - want["once"]
-        told = total(on, "planning_bytes") - total(off, "planning_bytes")
-        assert 0 < told == want["masks"]
-        assert total(off, "planning_bytes") == total(one, "planning_bytes")
+        runs = by_nodes[sizes][name]
+        for counter in ("collective_bytes", "dense_collective_bytes", "planning_bytes"):
+            assert total(runs, counter) == total(one, counter), (sizes, counter)
         if name == "mixed":
-            continue
+            continue  # whose replicated rows go round a ring
         last = (np.cumsum(sizes) - 1).tolist()
-        dense = sum(on[rank].sent["dense_collective_bytes"] for rank in last)
-        between = want["once"] + want["gradients"] + dense
-        assert total(on, "inter_node_bytes") == between
+        dense = sum(runs[rank].sent["dense_collective_bytes"] for rank in last)
+        between = total(runs, "inter_node_bytes") - dense
+        assert between == bytes_between(PLACEMENTS[name], sizes) > 0
 
 
 LAYOUTS = [(3,), (1, 2), (1, 1, 1)]

@@ -4,7 +4,8 @@ that are sharded come once, from their homes, over which rows and their traffic 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_streams import BODIES, make_layout, sharded_streams, streams, using
 from shard_model import replay
-from simulator import PlannerSettings
+from simulator import PlannerSettings, simulate
 
 from distcache.errors import PlanError
 from distcache.layout import RowLayout, TableSpec
@@ -23,7 +24,7 @@ from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.threads import Threads
 from distcache.planner.victims import POLICIES, Policy
-from distcache.step_plan import StepPlan, check_plan_fully
+from distcache.step_plan import StepPlan, check_plan, check_plan_fully
 
 LAGS = st.one_of(st.just([]), st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=14, max_size=14))
 """How many steps later than it may each step moves; none: at once."""
@@ -233,3 +234,43 @@ def test_no_stride_has_few_homes(world: int) -> None:
     for stride in strides:
         homes = np.bincount(layout.home(np.arange(count) * stride), minlength=world)
         assert ratio(homes) <= 1.2, stride
+
+
+def sharded_plans() -> list[StepPlan]:
+    """Plans of the second step of four ranks, which request some rows alone and share others."""
+    config = PlannerSettings(60, 3, 2, hot=np.empty(0, np.int64))
+    rng = np.random.default_rng(1)
+    stream = [[rng.permutation(40)[:24] for _ in range(4)] for _ in range(2)]
+    return list(simulate(make_layout(40, 4), config, stream))[1]
+
+
+COUNTS = "counts of a transfer"
+BREAKS = [
+    ("receive_counts", lambda counts: (0, *counts[1:]), COUNTS),
+    ("send_counts", lambda counts: (0, *counts[1:]), COUNTS),
+    ("slots", lambda slots: torch.cat((torch.tensor([1 << 20]), slots[1:])), "nobody asked for"),
+    ("slots", lambda slots: torch.cat((slots[1:2], slots[1:])), "to a rank twice or never"),
+    ("places", lambda places: torch.cat((places[1:2], places[1:])), "arrives twice or never"),
+]
+"""A field of the late transfer, a change of its value, and the law that this breaks."""
+
+
+@pytest.mark.parametrize(("name", "change", "law"), BREAKS)
+def test_a_broken_plan_of_sharded_rows_is_refused(name: str, change: Callable, law: str) -> None:
+    plan = sharded_plans()[0]
+    late = replace(plan.shard.late, **{name: change(getattr(plan.shard.late, name))})
+    broken = replace(plan, shard=replace(plan.shard, late=late))
+    with pytest.raises(PlanError, match=law):
+        check_plan_fully(broken, 60)
+    if law == COUNTS:  # the cheap laws alone find wrong counts
+        with pytest.raises(PlanError, match=law):
+            check_plan(broken)
+
+
+def test_not_every_row_sent_is_refused() -> None:
+    plan = sharded_plans()[0]
+    late = plan.shard.late
+    first = late.send_counts[0] - 1
+    short = replace(late, slots=late.slots[1:], send_counts=(first, *late.send_counts[1:]))
+    with pytest.raises(PlanError, match="not every row is sent once"):
+        check_plan(replace(plan, shard=replace(plan.shard, late=short)))
