@@ -133,13 +133,8 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         """The keys of the `KeyedTensor`: `feature`, or `feature@table` for a shared feature."""
         return list(self.reader.lookups.names)
 
-    # As TorchRec's own has them, for what looks inside.
+    # TorchRec's wrappers read the attribute of its own collection.
     _embedding_names = embedding_names
-
-    @property
-    def _lengths_per_embedding(self) -> list[int]:
-        """Raise ConfigError: TorchRec's IR serializer asks for these in place of a forward."""
-        raise self._stock_needed("TorchRec's IR serializer")
 
     @torch.compiler.disable(reason=EAGER_ONLY)
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:

@@ -531,12 +531,6 @@ def test_a_cached_module_is_not_exported(kind: str) -> None:
         torch.export.export(modules[2][0], (torch.arange(9),), strict=True)
 
 
-def test_a_cached_collection_is_not_serialized_by_torchrec() -> None:
-    # The serializer puts its own forward in place of a collection's, which asks for the widths.
-    with pytest.raises(ConfigError, match=f"IR serializer does not take a Cached.*{REMEDY}"):
-        cached("sgd")._lengths_per_embedding  # noqa: B018
-
-
 def quantize_linear(model: nn.Module) -> nn.Module:
     """Quantize the linear layers of a copy."""
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
