@@ -15,7 +15,7 @@ import distcache.layout
 from distcache.data import batch
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
-from distcache.planner.shard import HotRows
+from distcache.planner.hot_rows import HotRows
 from distcache.planner.victims import PINNED, POLICIES, RESIDENT, TAILS, Policy
 
 

@@ -15,7 +15,7 @@ from plan_streams import shelves_of
 from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
-from distcache.planner.shard import HotRows
+from distcache.planner.hot_rows import HotRows
 from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan_fully
 
 FREE = -1

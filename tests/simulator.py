@@ -13,8 +13,9 @@ import numpy as np
 from distcache.data.batch import slice_bounds
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner, Parts
+from distcache.planner.hot_rows import HotRows
 from distcache.planner.rank import HomePart, RankPlanner, RowRequest, next_move_after
-from distcache.planner.shard import HotRows, ShardParts, nothing, replies_to_all
+from distcache.planner.shard import ShardParts, nothing, replies_to_all
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.statistics import GroupPopularity
 from distcache.replay import HomeRun

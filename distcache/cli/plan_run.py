@@ -48,8 +48,8 @@ from distcache.cost.demand import Demand, TableSource, counted_sources, demand_a
 from distcache.cost.predict import OBJECTIVES, Point, Settings, compare
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import RegionSlots, TableSettings, make_groups
-from distcache.engine.planning import Region, StreamPlanner, home_regions, planner_threads
+from distcache.engine.groups import Region, RegionSlots, TableSettings, make_groups
+from distcache.engine.planning import StreamPlanner, home_regions, planner_threads
 from distcache.errors import DistcacheError
 from distcache.layout import TableSpec, group_tables, stored_dtype
 from distcache.models import build_model

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,14 +18,12 @@ from distcache.comm.world import World
 from distcache.data.batch import JaggedIds, is_one_each, one_each
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
+from distcache.planner.home import Planner
+from distcache.planner.hot_rows import HotRows
 from distcache.planner.request_loops import find_pieces
-from distcache.planner.shard import HotRows
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
-
-if TYPE_CHECKING:
-    from distcache.engine.planning import Region
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +93,19 @@ class GroupBags:
         """The bag of each id, int64 `[n]`."""
         offsets = self.offsets.numpy()
         return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is planned by itself: rows of one group that lie the same way over the ranks, and the
+    planner of this rank's home.
+
+    `group`: index; `sharded`: whether homes alone cache the rows.
+    """
+
+    group: int
+    planner: Planner
+    sharded: bool = False
 
 
 def make_groups(

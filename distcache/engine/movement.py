@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from distcache.engine.step import (
     SHARE_EARLY,
     WRITE_BACK,
     Flight,
+    MoveCounts,
     Shake,
     Stage,
     running,
@@ -96,23 +96,6 @@ Access = Staged | DirectRows
 
 Slots = tuple[Tensor, Tensor | None]
 """Slots on the CPU; and on the device, where they are there already."""
-
-
-@dataclass
-class MoveCounts:
-    """Rows that this rank's home moved, and their bytes over the host link."""
-
-    rows_fetched: int = 0
-    rows_written_back: int = 0
-    host_to_device_bytes: int = 0
-    device_to_host_bytes: int = 0
-
-    def add(self, other: MoveCounts) -> None:
-        """Count what another one counted."""
-        self.rows_fetched += other.rows_fetched
-        self.rows_written_back += other.rows_written_back
-        self.host_to_device_bytes += other.host_to_device_bytes
-        self.device_to_host_bytes += other.device_to_host_bytes
 
 
 class RowChoice(NamedTuple):

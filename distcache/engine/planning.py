@@ -16,7 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -28,10 +28,17 @@ from distcache.comm.rendezvous import failure_of_others, record_failure
 from distcache.comm.world import World
 from distcache.data.batch import UNKNOWN, Batch
 from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
-from distcache.engine.groups import RegionSlots, TableGroup, TableSettings, group_bags, too_large
+from distcache.engine.groups import (
+    Region,
+    RegionSlots,
+    TableGroup,
+    TableSettings,
+    group_bags,
+    too_large,
+)
 from distcache.engine.step import Flight
 from distcache.errors import ConfigError, PeerError, on_all_ranks
-from distcache.planner.home import HomePlanner, Parts, Planner
+from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
 from distcache.planner.shard import ShardParts, nothing
 from distcache.planner.threads import ALONE, Threads
@@ -55,19 +62,6 @@ _MOST = 2**31 - 1
 
 _LEAVING_S = 2.0
 """How long a rank that another one leaves behind waits for a reason, seconds."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """What is planned by itself: rows of one group that lie the same way over the ranks, and the
-    planner of this rank's home.
-
-    `group`: index; `sharded`: whether homes alone cache the rows.
-    """
-
-    group: int
-    planner: Planner
-    sharded: bool = False
 
 
 class Talk(NamedTuple):

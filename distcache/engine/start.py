@@ -17,14 +17,16 @@ from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.groups import (
+    Region,
     RegionSlots,
     TableGroup,
     TableSettings,
     region_slots,
     state_slots,
 )
-from distcache.engine.movement import GroupRows, MoveCounts
-from distcache.engine.planning import Region, StreamPlanner, home_regions
+from distcache.engine.movement import GroupRows
+from distcache.engine.planning import StreamPlanner, home_regions
+from distcache.engine.step import MoveCounts
 from distcache.optim import RowUpdate
 from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
 from distcache.popularity.statistics import GroupPopularity

@@ -41,7 +41,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -53,8 +53,6 @@ from distcache.streams import COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, DeviceE
 if TYPE_CHECKING:
     from distcache.engine.gradients import DeviceBags
     from distcache.engine.groups import GroupBags
-    from distcache.engine.movement import MoveCounts
-    from distcache.engine.pipeline import StepStream
     from distcache.store.rows import Gathered
 
 HOST = "host"
@@ -111,6 +109,35 @@ class DeviceSpan(NamedTuple):
 
 
 @dataclass
+class MoveCounts:
+    """Rows that this rank's home moved, and their bytes over the host link."""
+
+    rows_fetched: int = 0
+    rows_written_back: int = 0
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+
+    def add(self, other: MoveCounts) -> None:
+        """Count what another one counted."""
+        self.rows_fetched += other.rows_fetched
+        self.rows_written_back += other.rows_written_back
+        self.host_to_device_bytes += other.host_to_device_bytes
+        self.device_to_host_bytes += other.device_to_host_bytes
+
+
+class StepPipeline(Protocol):
+    """The threads that plan and move the steps of a stream, as the training thread uses them."""
+
+    def wait_until_issued(self) -> Flight | None:
+        """Wait until all released movement is issued; return the step waited for, if any."""
+        ...
+
+    def retire(self, flight: Flight) -> None:
+        """Hand over a finished step, whose memory is freed beside training."""
+        ...
+
+
+@dataclass
 class Flight:
     """One step of a stream on its way through the stages; each fills in what later ones read.
 
@@ -132,7 +159,7 @@ class Flight:
     move_after: int = -1
     """The step after whose `apply` the rows of all groups may move."""
     planning_bytes: int = 0
-    stream: StepStream | None = None
+    stream: StepPipeline | None = None
     """Whose step this is; None for one that was planned in the training thread (L = 0)."""
 
     # --- from movement: copies on the device, made ahead -------------------------------------

@@ -19,8 +19,7 @@ from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
-from distcache.engine.movement import MoveCounts
-from distcache.engine.step import Flight, StageClock, Watcher
+from distcache.engine.step import Flight, MoveCounts, StageClock, Watcher
 from distcache.engine.tables import CachedTables
 from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError

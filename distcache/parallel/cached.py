@@ -25,9 +25,17 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
-from distcache.engine.movement import MoveCounts, RowChoice
+from distcache.engine.movement import RowChoice
 from distcache.engine.pipeline import STOP_S
-from distcache.engine.step import APPLY, FORWARD, FORWARD_BACKWARD, Flight, Watcher, record
+from distcache.engine.step import (
+    APPLY,
+    FORWARD,
+    FORWARD_BACKWARD,
+    Flight,
+    MoveCounts,
+    Watcher,
+    record,
+)
 from distcache.engine.tables import CachedTables, RowSums
 from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError, PlanError

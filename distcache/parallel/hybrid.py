@@ -54,8 +54,7 @@ from distcache.comm.link import (
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
 from distcache.engine.gradients import agreement, to_device, words
-from distcache.engine.movement import MoveCounts
-from distcache.engine.step import TRAINING_LANE, WAIT, Span, StageClock
+from distcache.engine.step import TRAINING_LANE, WAIT, MoveCounts, Span, StageClock
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
 from distcache.optim import Adagrad, RowUpdate, dense_optimizer

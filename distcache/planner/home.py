@@ -26,7 +26,7 @@ from distcache.planner.threads import ALONE
 from distcache.planner.victims import AUTO, DEFAULT, PINNED, Policy, grouped, make_ranking
 
 if TYPE_CHECKING:
-    from distcache.planner.shard import HotRows
+    from distcache.planner.hot_rows import HotRows
 
 Layout: TypeAlias = "RowLayout | HotRows"
 """How the rows of homes are numbered."""

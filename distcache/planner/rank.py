@@ -13,7 +13,8 @@ from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import request_loops as loops
 from distcache.planner.home import HomeDecision, Parts
-from distcache.planner.shard import FETCHED, HotRows, ShardParts, as_tensor, shard_plan
+from distcache.planner.hot_rows import HotRows
+from distcache.planner.shard import FETCHED, ShardParts, as_tensor, shard_plan
 from distcache.planner.threads import ALONE, Threads
 from distcache.step_plan import StepPlan
 

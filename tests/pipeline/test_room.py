@@ -19,6 +19,7 @@ from distcache.comm.world import close_world, open_world
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import (
     Placement,
+    Region,
     TableSettings,
     enough_slots,
     make_groups,
@@ -27,7 +28,7 @@ from distcache.engine.groups import (
     too_large,
     warn_if_too_small,
 )
-from distcache.engine.planning import Region, StreamPlanner
+from distcache.engine.planning import StreamPlanner
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.popularity.slots import cache_slots

@@ -21,8 +21,8 @@ from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
 from distcache.planner.home import HomeDecision, HomePlanner, Parts
+from distcache.planner.hot_rows import HotRows
 from distcache.planner.rank import HomePart, RankPlanner, one_piece
-from distcache.planner.shard import HotRows
 from distcache.planner.threads import Threads
 from distcache.planner.victims import ByCount
 
