@@ -30,6 +30,7 @@ from distcache.embedding.open_step import EarlierSteps, OpenStep
 from distcache.embedding.settings import Recipe, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
+from distcache.engine.movement import RowChoice
 from distcache.engine.pipeline import STOP_S
 from distcache.engine.planning import planner_threads
 from distcache.engine.step import APPLY, Flight, StageClock, record
@@ -40,6 +41,7 @@ from distcache.errors import NonFiniteLossError, PlanError, on_all_ranks
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
 from distcache.planner.victims import WINDOWS, Policy, auto_lookahead
+from distcache.stopping import DelayedInterrupt
 from distcache.store.memory import describe_bytes
 from distcache.store.rows import RowStore
 from distcache.streams import COMPUTE, DeviceEvent
@@ -408,8 +410,9 @@ class CollectionTables:
         self._check_frozen()
         if step is None or not step.ready():
             return
-        on, enabled, flight = self.settings.on_nonfinite, None, step.flight
-        if on == "skip" and step.finite is not None and not bool(step.finite):
+        flight = step.flight
+        on_nonfinite = self.settings.on_nonfinite
+        if on_nonfinite == "skip" and step.finite is not None and not bool(step.finite):
             self.skipped += 1
             log.warning(
                 f"step {flight.step} was left out: its row gradients are not finite"
@@ -428,25 +431,34 @@ class CollectionTables:
             for owners, group in zip(step.owners, engine.groups, strict=True)
         ]
         self._is_flushed = False
-        if on == "stop" and step.finite is not None:
+        with DelayedInterrupt(), engine.whole:
+            self._update(step, choices, counted)
+        self._judge(int(streams.asynchronous))
+
+    def _update(
+        self, step: OpenStep, choices: Sequence[Sequence[RowChoice]], counted: tuple[int, ...]
+    ) -> None:
+        """Apply the sums of `step` to its rows, and end it; what ends half-way leaves no state of
+        any step. `counted`: the tables whose steps it counts."""
+        engine, flight, enabled = self.engine, step.flight, None
+        streams = engine.streams
+        if self.settings.on_nonfinite == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
             name = f"{flight.step}{step.nonfinite_cause}"
             self._judged.append((name, counted, there, streams.record_event(COMPUTE)))
         flight.after = streams.record_event(COMPUTE)
-        with engine.whole:
-            with engine.stage(APPLY, flight):
-                engine.apply(flight, step.view.sums(), choices, enabled)
-            engine.return_rows(flight)
-            streams.wait_events(COMPUTE, (flight.after,))
+        with engine.stage(APPLY, flight):
+            engine.apply(flight, step.view.sums(), choices, enabled)
+        engine.return_rows(flight)
+        streams.wait_events(COMPUTE, (flight.after,))
         for table in counted:
             self.counts[table] += 1
         self.statistics.add(flight)
         self._record(flight)
         self._end(step)
         self.reports.withdraw()  # all ranks have come here since
-        self._judge(int(streams.asynchronous))
 
     def _end(self, step: OpenStep) -> None:
         """The open step was applied or left out: its rows are others."""

@@ -47,6 +47,7 @@ from distcache.layout import TableSpec
 from distcache.ops import put
 from distcache.optim import RowUpdate, kernel_rules
 from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
+from distcache.stopping import DelayedInterrupt
 from distcache.store.rows import RowStore
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
 
@@ -249,8 +250,10 @@ class CachedTables:
         flight.free = streams.record_event(COMPUTE, timed=True)
         if stream is None or not self.overlapped:
             flight.after = flight.free
-            self._mover.move(flight, TRAINING_LANE, self.shake)
-            flight.moved = True
+            with DelayedInterrupt(), self.whole:
+                if not flight.moved:  # by an earlier call that was interrupted later
+                    self._mover.move(flight, TRAINING_LANE, self.shake)
+                    flight.moved = True
         else:
             alone = flight.batch.kind in self._alone
             self._alone.discard(flight.batch.kind)
