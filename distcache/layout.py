@@ -20,6 +20,9 @@ import torch
 from distcache.compiled import compiled, i8, in8, out8, types
 from distcache.errors import ConfigError
 
+MOST_ROWS = 1 << 53
+"""Rows of all tables together. Expected rows are float64 numbers, which are exact up to here."""
+
 HALVES = (torch.float16, torch.bfloat16)
 """Dtypes of 2 bytes: rows are stored and moved in them, not updated."""
 
@@ -99,6 +102,11 @@ class TableSpec:
         if self.rows < 1 or self.dim < 1:
             raise ConfigError(
                 f"table {self.name!r} has {self.rows} rows x {self.dim}: both must be at least 1"
+            )
+        if self.rows > MOST_ROWS:
+            raise ConfigError(
+                f"table {self.name!r} has {self.rows:,} rows, more than the {MOST_ROWS:,} that all "
+                "tables may have together: give fewer"
             )
         if isinstance(self.features, str):
             raise ConfigError(

@@ -23,6 +23,7 @@ from distcache.config.tree import (
     TrainerConfig,
 )
 from distcache.errors import ConfigError, unknown_value
+from distcache.layout import MOST_ROWS
 from distcache.planner.victims import Policy
 from distcache.versions import require_hybrid
 
@@ -221,10 +222,6 @@ def _rows(key: str, rows: Any) -> Refusals:
 def _positive(key: str, values: Sequence[int]) -> Refusals:
     wrong = not values or min(values) < 1
     return {f"{key}={values}: give a list of whole numbers, each at least 1": wrong}
-
-
-MOST_ROWS = 1 << 53
-"""Rows of all tables together. Expected rows are float64 numbers, which are exact up to here."""
 
 
 def check_table_rows(key: str, rows: Sequence[int]) -> None:

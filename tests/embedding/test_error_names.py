@@ -10,7 +10,7 @@ import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import distcache
-from distcache.errors import DistcacheError
+from distcache.errors import ConfigError, DistcacheError
 
 USER = "CachedEmbeddingBagCollection of table 'user' (90 x 4)"
 ITEM = "CachedEmbeddingBagCollection of tables 'item_0', 'item_1', 'item_2' and 1 more"
@@ -113,3 +113,11 @@ def test_modules_of_one_table_show_its_size() -> None:
         module = distcache.CachedEmbedding(rows, 4, optimizer=distcache.optim.SGD(lr=0.1))
         with pytest.raises(DistcacheError, match=rf"^CachedEmbedding of table .* \({rows} x 4\): "):
             module(torch.tensor([rows]))
+
+
+def test_a_table_of_too_many_rows_is_refused_by_name() -> None:
+    for rows in (2**53 + 1, 2**63, 10**40):
+        with pytest.raises(ConfigError, match=f"table 'user' has {rows:,} rows, more than the"):
+            distcache.TableSpec("user", rows=rows, dim=4, features=("f",))
+        with pytest.raises(ConfigError, match=f"table 'user' has {rows:,} rows, more than the"):
+            distcache.CachedEmbedding(rows, 4, name="user", device="meta")
