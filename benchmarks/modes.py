@@ -163,7 +163,7 @@ class DeviceParts:
         for plan, bags, of in zip(flight.plans, flight.bags, mode.rows, strict=True):
             shard, size = plan.shard, of.cache.dim * item
             index += 3 * len(plan.positions) + len(bags.offsets) + 4 * plan.distinct + 1
-            floats += sum(len(part) for part in (bags.weights, bags.scale) if part is not None)
+            floats += sum(len(part) for part in (bags.weights, bags.divisors) if part is not None)
             rows += 3 * plan.distinct * size
             moving += (plan.misses + len(plan.evict_slots)) * of.row_bytes
             if shard is not None:

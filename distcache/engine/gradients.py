@@ -83,11 +83,11 @@ class DeviceBags:
     """The index tensors of lookups in one group's leaf: of one (micro-)batch. Made on the CPU, for
     what `change` brings to the device.
 
-    Ids and `offsets` are feature-major, bags come out sample by sample: `bag_of` and `scale` speak
-    of those. `shape`: samples and features. `single`: every bag is one id without a weight, and
-    `positions` is in the order of the bags that come out, so that nothing is rearranged after.
-    `counts`: ids of each feature, where every id is a bag of its own (`lookups_of`). `touched`:
-    None where that is all `leaf_rows`, in their order.
+    Ids and `offsets` are feature-major. Bags come out sample by sample: `bag_of` and `divisors` are
+    in the order of those. `shape`: samples and features. `single`: every bag is one id without a
+    weight, and `positions` is in the order of the bags that come out, so that nothing is rearranged
+    after. `counts`: ids of each feature, where every id is a bag of its own (`lookups_of`).
+    `touched`: None where that is all `leaf_rows`, in their order.
     """
 
     shape: tuple[int, int]
@@ -101,7 +101,7 @@ class DeviceBags:
     segments: Tensor
     touched: Tensor | None
     weights: Tensor | None
-    scale: Tensor | None
+    divisors: Tensor | None
     chunks: SegmentChunks | None
 
     @classmethod
@@ -111,11 +111,12 @@ class DeviceBags:
         """Those of `plan`, on the CPU, for lookups on `device`; `arrange` them there."""
         count, single = bags.offsets.shape[0] - 1, bags.single
         shape = samples, features = (count // max(bags.features, 1), bags.features)
-        offsets, scale = bags.offsets, bags.scale
+        offsets = bags.offsets
+        divisors = bags.divisors
         bag_of = _places(features, samples)
         if not single:
             offsets, bag_of = offsets.int(), torch.from_numpy(bag_of.numpy()[bags.bag_of])
-            scale = None if scale is None else by_sample(scale, samples, features)
+            divisors = None if divisors is None else by_sample(divisors, samples, features)
         else:
             offsets = _ends_of_one(count)
         # Replicated rows of several ranks are in the order in which each asks its homes for them.
@@ -133,7 +134,7 @@ class DeviceBags:
             segments=plan.segments,
             touched=None if every else plan.touched,
             weights=bags.weights,
-            scale=None if single else scale,
+            divisors=None if single else divisors,
             chunks=ops.chunks_for(plan.segments, device),
         )
 
@@ -183,7 +184,7 @@ def lookups_of(
             ends = own.offsets.numpy()[:: max(size, 1)][: own.features + 1]
             counts = tuple(np.diff(ends).tolist()) if size else (0,) * own.features
             ones = _ends_of_one(len(own.ids))
-            own = replace(own, features=1, offsets=ones, weights=None, scale=None)
+            own = replace(own, features=1, offsets=ones, weights=None, divisors=None)
         found.append(DeviceBags.of(own, seen, device, counts))
         start += size
     return found
@@ -208,7 +209,7 @@ def part_of(
         ids=bags.ids[ids],
         offsets=_ends(np.diff(offsets)[chosen]),
         weights=None if bags.weights is None else torch.from_numpy(bags.weights.numpy()[ids]),
-        scale=None if bags.scale is None else torch.from_numpy(bags.scale.numpy()[chosen]),
+        divisors=None if bags.divisors is None else torch.from_numpy(bags.divisors.numpy()[chosen]),
     )
     positions = plan.positions.numpy()[ids]
     touched, counts = np.unique(positions, return_counts=True)
@@ -274,7 +275,8 @@ class PooledLookup(torch.autograd.Function):
         pooled = ops.pooled_lookup(leaf, bags.positions, bags.offsets, own, room)
         if not bags.single:
             pooled = pooled.view(features, samples, dim).transpose(0, 1).reshape(-1, dim)
-        pooled = pooled if bags.scale is None else pooled.mul_(bags.scale)
+        if bags.divisors is not None:
+            pooled = pooled.div_(bags.divisors)  # as torch.nn.functional.embedding_bag
         # autograd refuses in-place operations on a view that a function returns, and this is none.
         return torch.ops.aten._unsafe_view(pooled, [samples, features * dim])
 
@@ -284,7 +286,8 @@ class PooledLookup(torch.autograd.Function):
         """Local gradients of all leaf rows, zero for those that only other ranks named."""
         bags, (samples, features) = ctx.bags, ctx.bags.shape
         gradient = gradient.reshape(samples * features, ctx.dim)
-        gradient = gradient if bags.scale is None else gradient * bags.scale
+        if bags.divisors is not None:
+            gradient = gradient * bags.divisors.reciprocal()
         weights = ctx.saved_tensors  # which checkpointing gives once
         bags = replace(bags, weights=weights[0]) if weights else bags
         rows = _row_gradient(bags, gradient) if ctx.needs_input_grad[0] else None

@@ -72,14 +72,15 @@ class GroupBags:
     """The ids of one local batch that read one group, K = F * b bags, feature-major.
 
     `features`: F; `ids`: int64 `[n]` (NumPy); `offsets`: int64 `[K + 1]`; `weights`: `[n]` or None;
-    `scale`: `[K, 1]` (1 / bag length for mean bags) or None.
+    `divisors`: `[K, 1]`, the number of ids of each mean bag (at least 1) and 1 for each sum bag;
+    None if there are no mean bags.
     """
 
     features: int
     ids: np.ndarray
     offsets: Tensor
     weights: Tensor | None
-    scale: Tensor | None
+    divisors: Tensor | None
     pieces: np.ndarray | None = None
     """int64 `[5, F]`: the ids of each feature, by table; see `planner.request_loops.name_rows`."""
 
@@ -160,22 +161,22 @@ def group_bags(group: TableGroup, ids: JaggedIds, dtype: torch.dtype) -> GroupBa
         raise DataError(f"offsets go from {edges[0]} to {edges[-1]} for {len(own)} ids")
     if weights is not None:
         weights = torch.from_numpy(weights.numpy().astype(_FLOATS[dtype], copy=False))
-    scale = None
+    divisors = None
     if any(group.mean):
-        scale = _scale(group, np.diff(edges), batch, dtype)
+        divisors = _divisors(group, np.diff(edges), batch, dtype)
     pieces = None
     if batch:
         pieces = np.empty((5, len(group.features)), np.int64)
         find_pieces(edges, batch, *group.by_table, pieces)
-    return GroupBags(len(group.features), own, offsets, weights, scale, pieces)
+    return GroupBags(len(group.features), own, offsets, weights, divisors, pieces)
 
 
-def _scale(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:
-    """What makes means of sums: 1 / bag length, or 1 where the feature's bags are sums."""
+def _divisors(group: TableGroup, lengths: np.ndarray, batch: int, dtype: torch.dtype) -> Tensor:
+    """Return the divisors that make means of sums, see `GroupBags`; `lengths` int `[K]`."""
     one = _FLOATS[dtype](1)
     counts = np.maximum(lengths, 1).astype(_FLOATS[dtype])
-    scale = np.where(np.repeat(np.asarray(group.mean), batch), one / counts, one)
-    return torch.from_numpy(scale).unsqueeze(1)
+    divisors = np.where(np.repeat(np.asarray(group.mean), batch), counts, one)
+    return torch.from_numpy(divisors).unsqueeze(1)
 
 
 def _select(ids: JaggedIds, features: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
