@@ -49,9 +49,9 @@ def to_torchrec(
     their tables. Tables that are frozen require no gradient. Hooks of cached modules are not
     copied. `model` does not change and may go on training.
 
-    Predictions have the same bits on the same type of device, except for pooled tables in half
-    precision: TorchRec rounds their pooled embeddings to half precision, unless `dtype` is
-    torch.float32.
+    Predictions have the same bits on the CPU, except where stock modules round otherwise: pooled
+    tables in half precision, unless `dtype` is torch.float32, and `nn.EmbeddingBag` with both
+    `padding_idx` and `per_sample_weights`. On a GPU the bits have not been compared yet.
 
     Args:
         model: Any module, also a cached module itself, but without DistributedDataParallel.
@@ -159,25 +159,25 @@ def _require_memory(sources: Sequence[TableSource]) -> None:
 
     def check(world: World) -> None:
         for device, count in nbytes.items():
-            what = f"whole tables of {describe_bytes(count)} in distcache.to_torchrec(model)"
+            purpose = f"whole tables of {describe_bytes(count)} in distcache.to_torchrec(model)"
             if device.type != "cpu":
-                _require_device_memory(device, count, what)
+                _require_device_memory(device, count, purpose)
             elif world.local_rank == 0:
-                what += f", on each of {world.local_size} ranks" if world.local_size > 1 else ""
-                require_memory(count * world.local_size + node_copy, what, _remedy_of(device))
+                purpose += f", on each of {world.local_size} ranks" if world.local_size > 1 else ""
+                require_memory(count * world.local_size + node_copy, purpose, _remedy_of(device))
 
     for world in {id(source.tables.world): source.tables.world for source in sources}.values():
         together(world, lambda world=world: check(world))
 
 
-def _require_device_memory(device: torch.device, needed: int, what: str) -> None:
+def _require_device_memory(device: torch.device, needed: int, purpose: str) -> None:
     """Raise MemoryTooSmallError if a CUDA device does not have `needed` bytes left."""
     # Blocks that the caching allocator holds and does not use are given to new tensors.
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = torch.cuda.mem_get_info(device)[0] + unused
     if needed > available:
         raise MemoryTooSmallError(
-            f"{device} is too small for {what}: needed {describe_bytes(needed)}, available "
+            f"{device} is too small for {purpose}: needed {describe_bytes(needed)}, available "
             f"{describe_bytes(available)}; {_remedy_of(device)}"
         )
 
@@ -212,7 +212,7 @@ def _copy_model(
 ) -> nn.Module:
     """Return a deep copy with stock modules in place of cached ones, and fill the sources' copies.
 
-    Called by all ranks. Raises ConfigError if the other parts of the model cannot be copied.
+    Called by all ranks. Raises ConfigError if the rest of the model cannot be copied.
     """
     # deepcopy takes what its memo has under an object's id for the copy of that object, wherever
     # the model refers to it.
@@ -225,9 +225,9 @@ def _copy_model(
             copies.append(copy.deepcopy(model, memo))
         except Exception as error:  # of any module in the model
             raise ConfigError(
-                f"to_torchrec: copy.deepcopy cannot copy the other modules of the model "
-                f"({type(error).__name__}: {error}): convert the parts that it can copy, "
-                "model.part = distcache.to_torchrec(model.part), in a model without the others"
+                f"to_torchrec: copy.deepcopy cannot copy the rest of the model "
+                f"({type(error).__name__}: {error}): convert the part of it that predicts, "
+                "distcache.to_torchrec(model.part), or remove the attribute that cannot be copied"
             ) from error
         for source in sources:
             source.allocate()

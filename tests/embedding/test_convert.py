@@ -207,15 +207,15 @@ def bags(*dims: int, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_modules_of_torch_nn_become_torchs_own(dtype: torch.dtype) -> None:
-    how: dict[str, Any] = {"rows": 40, "dtype": dtype, "device": "cpu"}
+    arguments: dict[str, Any] = {"rows": 40, "dtype": dtype, "device": "cpu"}
     ids = torch.randint(0, 50, (6, 3), generator=torch.Generator().manual_seed(5))
     cases: list[tuple[Any, tuple[Tensor, ...]]] = [
-        (CachedEmbedding(50, 8, sparse=True, **how), (ids,)),
-        (CachedEmbedding(50, 8, padding_idx=3, **how), (ids,)),
-        (CachedEmbeddingBag(50, 8, mode="sum", padding_idx=-1, **how), (ids,)),
-        (CachedEmbeddingBag(50, 8, mode="sum", include_last_offset=True, **how), bags()),
-        (CachedEmbeddingBag(50, 8, mode="sum", **how), bags(dtype=dtype)),
-        (CachedEmbeddingBag(50, 8, **how), bags()),
+        (CachedEmbedding(50, 8, sparse=True, **arguments), (ids,)),
+        (CachedEmbedding(50, 8, padding_idx=3, **arguments), (ids,)),
+        (CachedEmbeddingBag(50, 8, mode="sum", padding_idx=-1, **arguments), (ids,)),
+        (CachedEmbeddingBag(50, 8, mode="sum", include_last_offset=True, **arguments), bags()),
+        (CachedEmbeddingBag(50, 8, mode="sum", **arguments), bags(dtype=dtype)),
+        (CachedEmbeddingBag(50, 8, **arguments), bags()),
     ]
     for module, inputs in cases:
         if getattr(module, "include_last_offset", False):
@@ -323,12 +323,16 @@ def test_what_cannot_be_converted_is_refused_with_a_remedy(tmp_path) -> None:
         (cached("sgd", dtype=torch.float64), {}, "dtype=torch.float64.*give dtype=torch.float32"),
         (cached("sgd"), {"dtype": torch.float16}, "dtype=torch.float16: give torch.float32"),
         (cached("sgd"), {"device": "meta"}, "device='meta' holds no tables"),
-        (Locked(), {}, r"cannot copy .*\(TypeError: no copies\).*to_torchrec\(model.part\)"),
+        (
+            Locked(),
+            {},
+            r"cannot copy the rest .*\(TypeError: no copies\).*to_torchrec\(model.part\)",
+        ),
         ([cached("sgd")], {}, "give an nn.Module, not a list"),
     ]
-    for model, how, message in cases:
+    for model, arguments, message in cases:
         with pytest.raises(ConfigError, match=message):
-            to_torchrec(model, **how)
+            to_torchrec(model, **arguments)
 
 
 def test_ids_beyond_a_table_are_warned_of(caplog) -> None:
@@ -457,8 +461,8 @@ def test_the_copy_is_compiled_ahead_of_time(tmp_path, monkeypatch) -> None:
 
 def quantize_by_type(model: nn.Module) -> nn.Module:
     """Quantize collections of bags in a copy, one table to another dtype than the others."""
-    how: dict[str, Any] = {"per_table_weight_dtype": {"t1": torch.half}}
-    return quantize_embeddings(model, torch.int8, inplace=False, **how)
+    arguments: dict[str, Any] = {"per_table_weight_dtype": {"t1": torch.half}}
+    return quantize_embeddings(model, torch.int8, inplace=False, **arguments)
 
 
 @pytest.mark.parametrize("quantize", [quantize_inference_model, quantize_by_type])
