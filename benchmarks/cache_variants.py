@@ -24,7 +24,7 @@ from benchmarks.stream import Pace
 from distcache.embedding import step as embedding_step
 from distcache.engine import start
 from distcache.engine.planning import planner_threads
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.store.rows import ZERO_COPY, DirectRows, RowStore
 
 MODES = ("staged", "zero_copy", "bag")
@@ -203,12 +203,12 @@ class Cached:
         engine = self.tables.engine
         count = engine.count
 
-        def counted(flight: Flight) -> None:
-            plans = flight.plans
+        def counted(context: StepContext) -> None:
+            plans = context.plans
             evicted = sum(len(plan.evict_slots) for plan in plans)
             misses = sum(plan.misses for plan in plans)
             self.rows.append((sum(plan.distinct for plan in plans), misses, evicted))
-            count(flight)
+            count(context)
 
         engine.count = counted  # type: ignore[method-assign]
         self._grad = torch.randn(options.batch, options.tables * options.width, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.stream import Contender, Feed
 from distcache.comm.world import World
 from distcache.config.tree import Config
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.engine.tables import all_of
 from distcache.parallel.base import Parallel, Step
 from distcache.parallel.cached import CachedParallel
@@ -54,8 +54,8 @@ class ModeContender(Contender):
         step: Step = next(self._stream)
         result = self.mode.train_step(step)
         if self._parts is not None:
-            self._rows.add(step.flight.plans)
-            self._parts.add(step.flight)
+            self._rows.add(step.context.plans)
+            self._parts.add(step.context)
         return lambda: result.loss
 
     def meters(self) -> dict[str, Mapping[str, float]]:
@@ -147,20 +147,20 @@ class DeviceParts:
         self._most: dict[str, dict[str, int]] = {}
         self._rows = 0
 
-        def counted(flight: Flight) -> None:  # once it is over, a step has no rows any more
-            grads = [leaf.grad for leaf in flight.leaves]
-            self._rows = nbytes([*flight.leaves, *grads, *all_of(flight.result.sums)])
-            count(flight)
+        def counted(context: StepContext) -> None:  # once it is over, a step has no rows any more
+            grads = [leaf.grad for leaf in context.leaves]
+            self._rows = nbytes([*context.leaves, *grads, *all_of(context.result.sums)])
+            count(context)
 
         mode.tables.count = counted
 
-    def add(self, flight: Flight) -> None:
+    def add(self, context: StepContext) -> None:
         """Take in one training step that was run."""
-        mode, batch = self._mode, flight.batch
+        mode, batch = self._mode, context.batch
         ahead = mode.settings.prefetch + 1 if mode.settings.schedule == "overlapped" else 1
         item, index, rows, moving = mode.settings.dtype.itemsize, 0, 0, 0
         floats = len(batch.labels) * (batch.dense.shape[1] + 1)
-        for plan, bags, of in zip(flight.plans, flight.bags, mode.rows, strict=True):
+        for plan, bags, of in zip(context.plans, context.bags, mode.rows, strict=True):
             shard, size = plan.shard, of.cache.dim * item
             index += 3 * len(plan.positions) + len(bags.offsets) + 4 * plan.distinct + 1
             floats += sum(len(part) for part in (bags.weights, bags.divisors) if part is not None)
@@ -170,10 +170,10 @@ class DeviceParts:
                 index += 2 * shard.rows
                 rows += (2 * shard.rows + len(shard.slots)) * size
                 moving += (len(shard.fetch_slots) + len(shard.evict_slots)) * of.row_bytes
-        ids = [tensor for of in flight.where for tensor in of.tensors()]
-        ids += [tensor for part in flight.lookups for bags in part for tensor in bags.tensors()]
-        on_device = ahead * nbytes([*ids, flight.dense, flight.labels])
-        moved = sum(c.host_to_device_bytes + c.device_to_host_bytes for c in flight.counts)
+        ids = [tensor for of in context.where for tensor in of.tensors()]
+        ids += [tensor for part in context.lookups for bags in part for tensor in bags.tensors()]
+        on_device = ahead * nbytes([*ids, context.dense, context.labels])
+        moved = sum(c.host_to_device_bytes + c.device_to_host_bytes for c in context.counts)
         self._keep("ids", ahead * (_INDEX_BYTES * index + item * floats), on_device)
         self._keep("rows", rows, self._rows)
         self._keep("moving", moving, moved)

@@ -41,7 +41,7 @@ from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
 from distcache.engine.groups import Placement
 from distcache.engine.planning import StreamPlanner
-from distcache.engine.step import running
+from distcache.engine.step import stage_scope
 from distcache.engine.whole import Snapshot
 from distcache.models import initialise
 from distcache.optim import row_update
@@ -75,7 +75,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "reading a block": (BlockReader, "_load_stored"),
     "reading": (trainer, "load_checkpoint"),
 }
-"""Where a rank can die beside the stages that `engine.step.running` surrounds."""
+"""Where a rank can die beside the stages that `engine.step.stage_scope` surrounds."""
 
 HOT = (np.arange(6), np.arange(3))
 CASES = {
@@ -169,7 +169,7 @@ class Watch:
         return called
 
     def _stages(self) -> None:
-        enter, leave, dying = running.__enter__, running.__exit__, threading.local()
+        enter, leave, dying = stage_scope.__enter__, stage_scope.__exit__, threading.local()
 
         def entered(stage: Any) -> None:
             enter(stage)
@@ -180,7 +180,7 @@ class Watch:
             if dying.now:
                 die()
 
-        running.__enter__, running.__exit__ = entered, left
+        stage_scope.__enter__, stage_scope.__exit__ = entered, left
 
 
 def train(rank: int, size: int, home: str, point: Point, death: Death | None) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def make_mode(
     mode = CachedParallel(world, *parts, settings, popularity)
     mode.set_lr(case.lr, case.lr)
     if settings.schedule == "overlapped":
-        mode.tables.shake = Shaker(world.rank)
+        mode.tables.delay_hook = Shaker(world.rank)
     return mode
 
 

@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         "victims-of-one-owner",
         law="Every rank waits for the last uses of the victims of all owners.",
-        before="told.latest_use = [max(of) for of in zip(*numbers[:, :, 2].tolist(), strict=True)]",
-        after="told.latest_use = numbers[self._rank, :, 2].tolist()",
+        before='told.latest_use = headers["latest_use"].max(0).tolist()',
+        after='told.latest_use = headers["latest_use"][self._rank].tolist()',
         tests="tests/pipeline/test_streams.py::test_random_streams[2]",
     ),
     Mutant(
@@ -154,9 +154,9 @@ MUTANTS = (
     Mutant(
         "evaluation-marks-dirty",
         law="An evaluation step changes no row, so it causes no write-back.",
-        before="first = rows.cache.gather(plan.slots, flight.where[at].slots)",
+        before="first = rows.cache.gather(plan.slots, context.where[at].slots)",
         after="first = rows.cache.mark_dirty(plan.slots) or "
-        "rows.cache.gather(plan.slots, flight.where[at].slots)",
+        "rows.cache.gather(plan.slots, context.where[at].slots)",
         tests="tests/planner/test_replay.py::test_two_groups_and_bags[1]",
     ),
     Mutant(
@@ -232,15 +232,15 @@ MUTANTS = (
     Mutant(
         "gradients-before-fills",
         law="The fills that were released come before the gradient sums of a step on all ranks.",
-        before="(flight.stream.wait_until_issued() or flight).waited(began)",
-        after="flight.waited(began)",
+        before="(context.stream.wait_until_issued() or context).waited(began)",
+        after="context.waited(began)",
         tests="tests/parallel/test_exact.py::"
         "test_overlapped_and_serial_have_the_bits_and_counts_of_one_another[2]",
     ),
     Mutant(
         "digests-not-compared",
         law="Planners that run with different configurations raise an error.",
-        before="columns.append(_DIGEST)",
+        before='fields.append("digest")',
         after="pass",
         tests="tests/pipeline/test_streams.py::"
         "test_nothing_is_delivered_once_a_rank_stops_and_ranks_that_differ_are_told_why",
@@ -248,15 +248,15 @@ MUTANTS = (
     Mutant(
         "first-end-ignored",
         law="All ranks end with the first rank whose data end.",
-        before="status = _STATUSES[max(said)]",
-        after="status = _STATUSES[min(said)]",
+        before="strongest = int(statuses.max())",
+        after="strongest = int(statuses.min())",
         tests="tests/pipeline/test_streams.py::test_random_streams[2]",
     ),
     Mutant(
         "data-errors-not-shared",
         law="An error in the data of one rank is raised on all ranks.",
-        before="failure = over.asking.error or _peer_error(verdict)",
-        after="failure = over.asking.error",
+        before="failure = on_all_ranks(over.asking.error or _peer_error(verdict))",
+        after="failure = on_all_ranks(over.asking.error)",
         tests="tests/pipeline/test_streams.py::test_random_streams[2]",
     ),
     Mutant(

@@ -502,9 +502,9 @@ def time_planner(
     threads.seconds, steps = 0.0, []
     for _ in range(_TIMED):
         began = time.thread_time()
-        flight = next(plans)
+        context = next(plans)
         taken = time.thread_time() - began
-        (plan,) = flight.plans
+        (plan,) = context.plans
         steps.append((taken, plan.all_distinct, plan.misses))
     seconds, rows, fetched = zip(*steps, strict=True)
     ids, serial = float(len(batches[0].ids.values)), 1.0 - threads.seconds / sum(seconds)

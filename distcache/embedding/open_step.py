@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from distcache.embedding.ids import ReadIds
 from distcache.engine.gradients import DeviceBags
-from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Flight, Span, Stage
+from distcache.engine.step import FORWARD, FORWARD_BACKWARD, TRAINING_LANE, Span, Stage, StepContext
 from distcache.engine.step_rows import StepRows
 from distcache.engine.tables import Owners
 from distcache.errors import PlanError
@@ -40,19 +40,19 @@ class OpenStep:
     def __init__(
         self,
         tables: CollectionTables,
-        flight: Flight,
+        context: StepContext,
         reads: list[ReadIds],
         leaves: Sequence[Tensor],
         frozen: frozenset[int],
     ) -> None:
         """`frozen`: the tables, by index, that this step leaves as they are. Where autograd records
         nothing."""
-        self._tables, self.flight, self.reads, self.frozen = tables, flight, reads, frozen
+        self._tables, self.context, self.reads, self.frozen = tables, context, reads, frozen
         self.trains = [not frozen.issuperset(group.tables) for group in tables.engine.groups]
         """Whether any table of each group is updated."""
         self.leaves: list[Tensor] | None = None
         """None once the rows have changed, or the step has ended."""
-        self.ahead = flight.stream is not None
+        self.ahead = context.stream is not None
         self._began = self._looked_up = 0.0
         self._forwarded: set[int] = set()
         self.backed: set[int] = set()
@@ -88,13 +88,13 @@ class OpenStep:
             lengths = read.ids.offsets.diff().view(len(read.samples), read.ids.batch_size)
             parts = weights.split(lengths.sum(1).tolist())
         leaves = self._current_leaves(reads_alone)
-        pooled = self._tables.engine.pooled(self.flight, leaves, micro, parts)
+        pooled = self._tables.engine.pooled(self.context, leaves, micro, parts)
         self._watch(micro, [] if reads_alone else [pooled])
         return pooled
 
     def rows(self, micro: int, reads_alone: bool = False) -> list[Tensor]:
         """The row of every id of micro-batch `micro`, by lookup: `[n_f, D_f]` each."""
-        found = self._tables.engine.lookup(self.flight, self._current_leaves(reads_alone), micro)
+        found = self._tables.engine.lookup(self.context, self._current_leaves(reads_alone), micro)
         self._watch(micro, [] if reads_alone else found)
         return found
 
@@ -102,7 +102,7 @@ class OpenStep:
         """The leaves; read again once a step has changed its rows, by all ranks."""
         if self.leaves is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._take(self._tables.engine.leaves(self.flight))
+                self._take(self._tables.engine.leaves(self.context))
         leaves = self.leaves or []
         return [leaf.detach() for leaf in leaves] if reads_alone else leaves
 
@@ -111,7 +111,7 @@ class OpenStep:
         self._began = self._looked_up = time.perf_counter()
         pairs = zip(leaves, self.trains, strict=True)
         self.leaves = [leaf.requires_grad_(trains) for leaf, trains in pairs]
-        self.view = StepRows(self._tables.engine, self.flight, self.leaves)
+        self.view = StepRows(self._tables.engine, self.context, self.leaves)
         self._params = self.view.params
         self._rows = self._params[: len(self.view.parts)]
         own = weakref.ref(self)  # a step that is gone has no business in a leaf's hook
@@ -149,7 +149,7 @@ class OpenStep:
             raise _too_late()
         if self._tables.current is not None and self._tables.current.reduced:
             raise PlanError(
-                f"step {self.flight.step}: a backward pass came after its row gradients were "
+                f"step {self.context.step}: a backward pass came after its row gradients were "
                 "summed over the ranks; sum the losses of one step and call backward once, or read "
                 "with lookahead(batches, ebc, accumulate=k) for k micro-batches per step"
             )
@@ -168,14 +168,14 @@ class OpenStep:
         self._kept, self._tables = None, weakref.proxy(self._tables)
         self._rows, self._params = [], []
         del self.view
-        self.flight = replace(self.flight, plans=[], where=[], stream=None)
+        self.context = replace(self.context, plans=[], where=[], stream=None)
 
     def take_over(
         self, others: Sequence[tuple[list[list[DeviceBags]], list[Tensor | None]]]
     ) -> None:
         """Begin with the gradients of other steps, whose micro-batches are those of this one, in
         order: the lookups of each step's, and the gradients of its leaves `[U' + N', D]`."""
-        self.joined, own = True, iter(self.flight.lookups)
+        self.joined, own = True, iter(self.context.lookups)
         self._forwarded.update(range(len(self.reads)))
         self.backed.update(self._forwarded if others else ())
         for lookups, gradients in others:
@@ -227,7 +227,7 @@ class OpenStep:
             return False
         if (self.backed or self.reduced) and not self.pending:
             return False  # dropped by zero_grad
-        total, number = len(self.reads), self.flight.step
+        total, number = len(self.reads), self.context.step
         if len(seen) < total:
             raise PlanError(
                 f"step {number} was read as {total} micro-batches (accumulate={total}), of which "
@@ -252,14 +252,14 @@ class OpenStep:
             self._tables.recipe.show()
 
     def _span(self, stage: Stage, end: float) -> None:
-        span = Span(stage.name, TRAINING_LANE, self.flight.step, self._began, end)
-        self.flight.spans.append(span)
+        span = Span(stage.name, TRAINING_LANE, self.context.step, self._began, end)
+        self.context.spans.append(span)
 
     def leave(self) -> None:
         """The step ends without having been applied: to the stages' times it was an evaluation."""
-        if self.flight.spans:  # else all is told
+        if self.context.spans:  # else all is told
             self._span(FORWARD, self._looked_up)
-            self.flight.batch = replace(self.flight.batch, kind="eval")
+            self.context.batch = replace(self.context.batch, kind="eval")
 
 
 class EarlierSteps:
@@ -336,7 +336,7 @@ class EarlierSteps:
             )
         taken = [[(step, micro) for micro in sorted(step.backed)] for step in parts]
         reads = [step.reads[micro] for own in taken for step, micro in own]
-        lookups = [[step.flight.lookups[micro] for step, micro in own] for own in taken]
+        lookups = [[step.context.lookups[micro] for step, micro in own] for own in taken]
         gradients = [[leaf.grad for leaf in step.leaves or []] for step in parts]
         reads, frozen = reads or steps[-1].reads, steps[-1].frozen
         for step in steps:

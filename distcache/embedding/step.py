@@ -33,7 +33,7 @@ from distcache.engine.groups import TableSettings
 from distcache.engine.movement import RowChoice
 from distcache.engine.pipeline import STOP_S
 from distcache.engine.planning import planner_threads
-from distcache.engine.step import APPLY, Flight, StageClock, record
+from distcache.engine.step import APPLY, StageClock, StepContext, record
 from distcache.engine.step_rows import RowSums, choices_of
 from distcache.engine.tables import CachedTables, all_of
 from distcache.engine.whole import Part, WholeTables
@@ -106,7 +106,7 @@ class CollectionTables:
         self._streams: list[weakref.ref[Epoch]] = []
         self.leaving: list[Reader] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
-        self._unrecorded: deque[Flight] = deque()
+        self._unrecorded: deque[StepContext] = deque()
         self._window_is_open = self.settings.lookahead == "auto"
         self._is_flushed = True
         """Whether the stores have every row as the last step left it."""
@@ -235,7 +235,7 @@ class CollectionTables:
                 *(steps, ids, describe_bytes(kept)),
             )
 
-    def plan_inline(self, reads: Sequence[ReadIds], kind: str) -> Flight:
+    def plan_inline(self, reads: Sequence[ReadIds], kind: str) -> StepContext:
         """Plan one step now (L = 0), with running look-aheads halted before; to be opened next."""
         self.halt()
         with library_words():
@@ -258,7 +258,7 @@ class CollectionTables:
     # --- steps ------------------------------------------------------------------------------
 
     def open(
-        self, flight: Flight, reads: list[ReadIds], frozen: frozenset[int] = frozenset()
+        self, context: StepContext, reads: list[ReadIds], frozen: frozenset[int] = frozenset()
     ) -> OpenStep:
         """Make a planned step the current one, with its rows on the device.
 
@@ -267,18 +267,18 @@ class CollectionTables:
         """
         self.end_current()
         with torch.inference_mode(False), torch.no_grad():
-            leaves = self.engine.open(flight)
+            leaves = self.engine.open(context)
             # Whoever sums dense gradients (DDP) issues collectives of another group until backward
             # has ended. NCCL wants one order of both on all ranks: ours come before, or after that.
             if self.engine.streams.asynchronous:
-                self.engine.settle(flight)
-            self.engine.count(flight)
-            self.current = OpenStep(self, flight, reads, leaves, frozen)
+                self.engine.settle(context)
+            self.engine.count(context)
+            self.current = OpenStep(self, context, reads, leaves, frozen)
         if self.world.size > 1:  # `_check_frozen` listens; meanwhile nobody waits
             own = torch.zeros(len(self.tables), dtype=torch.uint8)
             for table in frozen:
                 own[table] = 1
-            what = f"the frozen tables of step {flight.step}"
+            what = f"the frozen tables of step {context.step}"
             self._frozen_of_all = self._host.start_all_gather(own, PLANNING, what)
         return self.current
 
@@ -305,24 +305,25 @@ class CollectionTables:
         """The current step ends; PlanError if its gradients were neither applied nor dropped."""
         self._check_frozen()  # a step without any gradient has not asked
         step = self.current
-        if step is None or (step.leaves is None and not step.flight.spans):  # all is told
+        if step is None or (step.leaves is None and not step.context.spans):  # all is told
             self.current = None
             return
         if self.earlier.pending and len(step.reads) > 1:
             raise PlanError(
-                f"step {step.flight.step} was read as {len(step.reads)} micro-batches "
+                f"step {step.context.step} was read as {len(step.reads)} micro-batches "
                 f"(accumulate={len(step.reads)}), and another batch came before ebc.step() had "
                 "applied their row gradients: evaluate, and read other batches, only between two "
                 "optimizer steps"
             )
         if self.earlier.pending:
             raise PlanError(
-                f"step {step.flight.step} has row gradients that were neither applied nor dropped: "
-                "call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to add up "
-                "the gradients of k batches read them with lookahead(batches, ebc, accumulate=k)"
+                f"step {step.context.step} has row gradients that were neither applied nor "
+                "dropped: call ebc.step() (or ebc.optimizer.zero_grad()) before the next batch; to "
+                "add up the gradients of k batches read them with lookahead(batches, ebc, "
+                "accumulate=k)"
             )
         step.leave()
-        self._record(step.flight)
+        self._record(step.context)
         if step.recorded:
             self.earlier.add(step)
             self.recipe.show()
@@ -345,12 +346,12 @@ class CollectionTables:
 
     def sum_up(self, step: OpenStep, gradients: Sequence[Tensor | None]) -> None:
         """Row gradients summed over the ranks, then multiplied once by 1 / W if it is a mean."""
-        engine, flight, size = self.engine, step.flight, self.world.size
+        engine, context, size = self.engine, step.context, self.world.size
         self._check_frozen()
         self._end_left()
-        flight.after = engine.streams.record_event(COMPUTE)
-        with engine.syncing(flight):
-            sums = engine.start_sum(flight, gradients)()
+        context.after = engine.streams.record_event(COMPUTE)
+        with engine.syncing(context):
+            sums = engine.start_sum(context, gradients)()
             if size > 1 and self.settings.gradient_reduction == "mean":
                 for gradient in all_of(sums):
                     gradient.mul_(1.0 / size)
@@ -366,7 +367,7 @@ class CollectionTables:
             on_cpu = not engine.streams.asynchronous  # a GPU would have to wait for the flag
             if on_cpu and self.settings.on_nonfinite != "off" and not bool(step.finite):
                 step.nonfinite_cause = self._nonfinite_cause(step, sums, gradients)
-        engine.streams.wait_events(COMPUTE, (flight.after,))
+        engine.streams.wait_events(COMPUTE, (context.after,))
         for leaf in step.leaves or []:
             leaf.grad = None  # the sums take its place
         step.view.take(sums, step.finite)
@@ -410,12 +411,12 @@ class CollectionTables:
         self._check_frozen()
         if step is None or not step.ready():
             return
-        flight = step.flight
+        context = step.context
         on_nonfinite = self.settings.on_nonfinite
         if on_nonfinite == "skip" and step.finite is not None and not bool(step.finite):
             self.skipped += 1
             log.warning(
-                f"step {flight.step} was left out: its row gradients are not finite"
+                f"step {context.step} was left out: its row gradients are not finite"
                 f"{step.nonfinite_cause}"
             )
             self._end(step)
@@ -440,23 +441,23 @@ class CollectionTables:
     ) -> None:
         """Apply the sums of `step` to its rows, and end it; what ends half-way leaves no state of
         any step. `counted`: the tables whose steps it counts."""
-        engine, flight, enabled = self.engine, step.flight, None
+        engine, context, enabled = self.engine, step.context, None
         streams = engine.streams
         if self.settings.on_nonfinite == "stop" and step.finite is not None:
             enabled = self._enabled = self._enabled & step.finite
             there = torch.empty(1, dtype=torch.bool, pin_memory=streams.asynchronous)
             there.copy_(enabled, non_blocking=True)  # for which nobody waits; see `_judge`
-            name = f"{flight.step}{step.nonfinite_cause}"
+            name = f"{context.step}{step.nonfinite_cause}"
             self._judged.append((name, counted, there, streams.record_event(COMPUTE)))
-        flight.after = streams.record_event(COMPUTE)
-        with engine.stage(APPLY, flight):
-            engine.apply(flight, step.view.sums(), choices, enabled)
-        engine.return_rows(flight)
-        streams.wait_events(COMPUTE, (flight.after,))
+        context.after = streams.record_event(COMPUTE)
+        with engine.stage(APPLY, context):
+            engine.apply(context, step.view.sums(), choices, enabled)
+        engine.return_rows(context)
+        streams.wait_events(COMPUTE, (context.after,))
         for table in counted:
             self.counts[table] += 1
-        self.statistics.add(flight)
-        self._record(flight)
+        self.statistics.add(context)
+        self._record(context)
         self._end(step)
         self.reports.withdraw()  # all ranks have come here since
 
@@ -487,13 +488,15 @@ class CollectionTables:
 
     # --- what it took -----------------------------------------------------------------------
 
-    def _record(self, flight: Flight) -> None:
+    def _record(self, context: StepContext) -> None:
         """Tell the clock what the stages of a step took since it was told last."""
-        if flight.spans:
-            told = Flight(flight.step, flight.batch, [], free=flight.free, timed=flight.timed)
-            told.spans, told.waits, told.marks = flight.spans, flight.waits, flight.marks
+        if context.spans:
+            told = StepContext(
+                context.step, context.batch, [], free=context.free, timed=context.timed
+            )
+            told.spans, told.waits, told.marks = context.spans, context.waits, context.marks
             self._unrecorded.append(told)
-            flight.spans, flight.waits, flight.marks = [], [], []
+            context.spans, context.waits, context.marks = [], [], []
         self.record_all(_RECORD_DELAY * self.engine.streams.asynchronous)
 
     def record_all(self, keep: int = 0) -> StageClock:

@@ -30,7 +30,7 @@ from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import LEAVING_S, CollectionTables
 from distcache.engine.pipeline import STOP_S, StepStream
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.engine.tables import CachedTables
 from distcache.errors import ConfigError, PeerError, PlanError
 from distcache.stopping import stop_explains
@@ -396,7 +396,7 @@ class Epoch(Generic[T]):
         self._member, self._source = member, source
         self._follows, self._replaced = follows, False
         weakref.finalize(self, source.leave, member.tables.leaving).atexit = False
-        self._plans: dict[int, Flight] = {}
+        self._plans: dict[int, StepContext] = {}
         self._opened = -1
         self._step: weakref.ref[OpenStep] | None = None
         self._yielded = (0, 0)
@@ -499,8 +499,8 @@ class Epoch(Generic[T]):
         if position != self._opened:
             if not self._plan(position):
                 raise PlanError("the planner ended before a batch that it had planned")
-            flight = self._plans[position]  # kept until open: an interrupted wait may be repeated
-            self._step = weakref.ref(tables.open(flight, kept[position].reads, frozen))
+            context = self._plans[position]  # kept until open: an interrupted wait may be repeated
+            self._step = weakref.ref(tables.open(context, kept[position].reads, frozen))
             del self._plans[position]
             kept.pop(self._opened, None)
             self._opened = position
@@ -547,10 +547,10 @@ class Epoch(Generic[T]):
         try:
             with library_words(self._member.recipe):
                 while position not in self._plans:
-                    flight = None if source.stream is None else next(source.stream, None)
-                    if flight is None:
+                    context = None if source.stream is None else next(source.stream, None)
+                    if context is None:
                         return False
-                    self._plans[flight.batch.index] = flight
+                    self._plans[context.batch.index] = context
         except BaseException:
             self.close()
             raise

@@ -27,7 +27,7 @@ from distcache.planner.rank import HomePart
 from distcache.planner.shard import replies_to_all
 
 if TYPE_CHECKING:
-    from distcache.engine.step import Flight
+    from distcache.engine.step import StepContext
 
 KINDS = ("train", "eval")
 """Kinds of batches; any other is `len(KINDS)` in a header."""
@@ -85,14 +85,14 @@ class Verdict:
 class Part:
     """One rank's part of a step that is asked for, or of one that is decided.
 
-    `flight`: the step, if there is one, whose `asked` go to their homes when it is asked for;
+    `context`: the step, if there is one, whose `asked` go to their homes when it is asked for;
     `error`: why, if `status` is ERROR. Of what is decided: `rows`, the distinct rows of this home
     in each group (also with TOO_LARGE), and, if `status` is OK, its `decisions` by group.
     """
 
     step: int
     status: Status = Status.OK
-    flight: Flight | None = None
+    context: StepContext | None = None
     error: BaseException | None = None
     rows: Sequence[int] = ()
     decisions: Sequence[HomeDecision] = ()
@@ -183,12 +183,12 @@ class PlanExchange:
         if asking is not None:
             headers["asked"] = asking.status
             headers["asked_step"] = asking.step
-            if asking.flight is not None:
-                batch = asking.flight.batch
+            if asking.context is not None:
+                batch = asking.context.batch
                 headers["kind"] = KINDS.index(batch.kind) if batch.kind in KINDS else len(KINDS)
                 headers["index"] = batch.index
                 headers["samples"] = batch.ids.batch_size
-                counts = [asks.counts for asks in asking.flight.asked]
+                counts = [asks.counts for asks in asking.context.asked]
                 headers["requests"] = np.concatenate(counts, axis=1)
         if deciding is not None:
             headers["decided"] = deciding.status
@@ -276,7 +276,7 @@ class PlanExchange:
         outgoing: list[list[np.ndarray]] = [[] for _ in range(self._size)]
         lengths: list[list[int]] = [[] for _ in range(self._size)]
         if asking is not None:
-            for asks, counts in zip(asking.flight.asked, told.counts, strict=True):
+            for asks, counts in zip(asking.context.asked, told.counts, strict=True):
                 for rank, count in enumerate(counts.sum(1).tolist()):
                     outgoing[rank].append(asks.rows[rank])
                     lengths[rank].append(count)
@@ -315,7 +315,7 @@ class PlanExchange:
             else:
                 # A rank alone has its slots, so it need not encode them.
                 slots.append(decision.told if self._size > 1 else decision.slots)
-            expected = deciding.flight.asked[group].counts.sum(1).tolist()
+            expected = deciding.context.asked[group].counts.sum(1).tolist()
             for rank in range(self._size):
                 outgoing[rank].append(replies[rank])
                 lengths[rank].append(expected[rank])

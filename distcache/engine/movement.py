@@ -21,11 +21,11 @@ from distcache.engine.step import (
     SCATTER,
     SHARE_EARLY,
     WRITE_BACK,
-    Flight,
+    DelayHook,
     MoveCounts,
-    Shake,
     Stage,
-    running,
+    StepContext,
+    stage_scope,
 )
 from distcache.layout import HALVES, RowKind, RowLayout
 from distcache.ops import put, update_rows
@@ -370,7 +370,7 @@ def marked_ids(layout: RowLayout, home: int, bits: np.ndarray) -> list[np.ndarra
 # The stages that bring a step's rows to the device, for all groups of a model.
 
 
-Stages = tuple[tuple[Stage, Callable[[Flight], None]], ...]
+Stages = tuple[tuple[Stage, Callable[[StepContext], None]], ...]
 
 
 class Mover:
@@ -410,118 +410,120 @@ class Mover:
         if settings.shares_early(link.world):
             self._stages += ((SHARE_EARLY, self._share_early),)
 
-    def move(self, flight: Flight, lane: str, shake: Shake) -> None:
+    def move(self, context: StepContext, lane: str, delay_hook: DelayHook) -> None:
         """Take a step through all stages; its rows, indices and batch are then on the device.
 
         As each part, in one thread, where autograd records nothing (`torch.no_grad`, no inference
         mode).
         """
-        self.prepare(flight, lane, shake)
-        self.issue(flight, lane, shake)
-        self.land(flight, lane, shake)
+        self.prepare(context, lane, delay_hook)
+        self.issue(context, lane, delay_hook)
+        self.land(context, lane, delay_hook)
 
-    def prepare(self, flight: Flight, lane: str, shake: Shake) -> None:
+    def prepare(self, context: StepContext, lane: str, delay_hook: DelayHook) -> None:
         """What may come before the step may move, once the step before it has landed."""
-        flight.timed = self._streams.is_timed(flight.step)
-        flight.counts = [MoveCounts() for _ in self._rows]
-        self._run(self._ahead, flight, lane, shake)
+        context.timed = self._streams.is_timed(context.step)
+        context.counts = [MoveCounts() for _ in self._rows]
+        self._run(self._ahead, context, lane, delay_hook)
 
-    def issue(self, flight: Flight, lane: str, shake: Shake) -> None:
+    def issue(self, context: StepContext, lane: str, delay_hook: DelayHook) -> None:
         """All that the device and other ranks have to do."""
-        self._run(self._stages, flight, lane, shake)
+        self._run(self._stages, context, lane, delay_hook)
 
-    def land(self, flight: Flight, lane: str, shake: Shake) -> None:
+    def land(self, context: StepContext, lane: str, delay_hook: DelayHook) -> None:
         """Bring to the store what leaves; waits for the device."""
-        self._run(self._behind, flight, lane, shake)
+        self._run(self._behind, context, lane, delay_hook)
 
-    def _run(self, stages: Stages, flight: Flight, lane: str, shake: Shake) -> None:
+    def _run(self, stages: Stages, context: StepContext, lane: str, delay_hook: DelayHook) -> None:
         for stage, run in stages:
-            with running(stage, flight, lane, self._streams, shake):
-                run(flight)
+            with stage_scope(stage, context, lane, self._streams, delay_hook):
+                run(context)
 
-    def _write_back(self, flight: Flight) -> None:
-        flight.leaving = [
+    def _write_back(self, context: StepContext) -> None:
+        context.leaving = [
             rows.write_back(plan, counts)
-            for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True)
+            for rows, plan, counts in zip(self._rows, context.plans, context.counts, strict=True)
         ]
 
-    def _scatter(self, flight: Flight) -> None:
-        for land in flight.leaving:
+    def _scatter(self, context: StepContext) -> None:
+        for land in context.leaving:
             land()
-        flight.leaving = []
+        context.leaving = []
 
-    def _gather(self, flight: Flight) -> None:
+    def _gather(self, context: StepContext) -> None:
         with self._streams.use(COPY_IN):
-            self._send(flight)
-        flight.gathered = [
+            self._send(context)
+        context.gathered = [
             rows.gather(plan, counts)
-            for rows, plan, counts in zip(self._rows, flight.plans, flight.counts, strict=True)
+            for rows, plan, counts in zip(self._rows, context.plans, context.counts, strict=True)
         ]
 
-    def _fill(self, flight: Flight) -> None:
+    def _fill(self, context: StepContext) -> None:
         self._sent.reset()
         for rows, plan, where, values in zip(
-            self._rows, flight.plans, flight.where, flight.gathered, strict=True
+            self._rows, context.plans, context.where, context.gathered, strict=True
         ):
             rows.fill(plan, where, values, self._link)
             if rows.grown:
-                flight.made += [t for t in (rows.cache.weight, rows.cache.state) if t is not None]
+                context.made += [t for t in (rows.cache.weight, rows.cache.state) if t is not None]
                 rows.grown = False
-        self._count(flight)
-        flight.gathered = []
+        self._count(context)
+        context.gathered = []
 
-    def _share_early(self, flight: Flight) -> None:
+    def _share_early(self, context: StepContext) -> None:
         self._sent.reset()
-        for rows, plan, where in zip(self._rows, flight.plans, flight.where, strict=True):
+        for rows, plan, where in zip(self._rows, context.plans, context.where, strict=True):
             if plan.shard is None or plan.shard.early is None or where.shard is None:
-                flight.sharded.append(None)
+                context.sharded.append(None)
                 continue
             there, what = where.shard.early, f"early rows {plan.step}"
             came = rows.send_rows(plan.shard.early, there, self._link, what)
             out = came.new_empty((plan.shard.rows, came.shape[1]))
             put(out, there.places, came)
-            flight.made.append(out)
-            flight.sharded.append(out)
-        self._count(flight)
+            context.made.append(out)
+            context.sharded.append(out)
+        self._count(context)
 
-    def _count(self, flight: Flight) -> None:
+    def _count(self, context: StepContext) -> None:
         """What was sent since the counters were reset is the step's."""
-        flight.fill_bytes += self._sent.collective_bytes
-        flight.fill_between_nodes += self._sent.inter_node_bytes
+        context.fill_bytes += self._sent.collective_bytes
+        context.fill_between_nodes += self._sent.inter_node_bytes
 
-    def _send(self, flight: Flight) -> None:
+    def _send(self, context: StepContext) -> None:
         """The step's index tensors, once for all that reads them: a copy for the arena of each
         plan, where micro-batches have no others, and one for what is in none, as what a batch has
         of its own; what batches of one shape have in common stays on the device."""
-        batch, device = flight.batch, self._link.world.device
+        batch, device = context.batch, self._link.world.device
         sizes = batch.parts or (batch.ids.batch_size,)
         by_group = [
             lookups_of(bags, plan, sizes, self._pooled, device)
-            for bags, plan in zip(flight.bags, flight.plans, strict=True)
+            for bags, plan in zip(context.bags, context.plans, strict=True)
         ]
-        flight.where = [plan.indices for plan in flight.plans]
-        flight.dense, flight.labels = (of.to(self._dtype) for of in (batch.dense, batch.labels))
+        context.where = [plan.indices for plan in context.plans]
+        context.dense, context.labels = (of.to(self._dtype) for of in (batch.dense, batch.labels))
         bags = list(chain(*by_group))
         if device.type == "cuda":
-            self._send_there(flight, bags, device)
+            self._send_there(context, bags, device)
         for of in bags:
             of.arrange()
-        flight.lookups = [list(of_part) for of_part in zip(*by_group, strict=True)]
+        context.lookups = [list(of_part) for of_part in zip(*by_group, strict=True)]
         if device.type == "cuda":  # what is new there, and what other steps read too
-            flight.made += [tensor for of in bags for tensor in of.tensors()]
+            context.made += [tensor for of in bags for tensor in of.tensors()]
 
-    def _send_there(self, flight: Flight, bags: Sequence[DeviceBags], device: torch.device) -> None:
-        """Bring the flight's batch, the index tensors of its plans, and `bags` to the device."""
-        indices = chain(*[of.tensors() for of in (*bags, *flight.where)])
-        every = {id(tensor): tensor for tensor in (flight.dense, flight.labels, *indices)}
+    def _send_there(
+        self, context: StepContext, bags: Sequence[DeviceBags], device: torch.device
+    ) -> None:
+        """Bring the step's batch, the index tensors of its plans, and `bags` to the device."""
+        indices = chain(*[of.tensors() for of in (*bags, *context.where)])
+        every = {id(tensor): tensor for tensor in (context.dense, context.labels, *indices)}
         common = {id(tensor): tensor for of in bags for tensor in of.common}
         kept = {key: both[1] for key, both in self._common.items() if key in common}
         there = dict(kept)
         own = {key for key in every if key not in common}
-        for plan in flight.plans:
+        for plan in context.plans:
             if id(plan.positions) in own:
                 arena = plan.arena.to(device, non_blocking=True)
-                flight.made.append(arena)  # of a rank without ids it may be all that is known
+                context.made.append(arena)  # of a rank without ids it may be all that is known
                 there |= _in_arena(plan, arena, [every[key] for key in own])
         own -= there.keys()
         for keys in (common.keys() - kept.keys(), own):  # what stays lies in memory of its own
@@ -532,9 +534,9 @@ class Mover:
         def moved(tensor: Tensor) -> Tensor:
             return there[id(tensor)]
 
-        flight.dense, flight.labels = moved(flight.dense), moved(flight.labels)
-        flight.where = [of.mapped(moved) for of in flight.where]
-        flight.made += [flight.dense, flight.labels]
+        context.dense, context.labels = moved(context.dense), moved(context.labels)
+        context.where = [of.mapped(moved) for of in context.where]
+        context.made += [context.dense, context.labels]
         for of in bags:
             of.change(moved)
 

@@ -36,7 +36,7 @@ from distcache.engine.groups import (
     group_bags,
     too_large,
 )
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.errors import ConfigError, PeerError, on_all_ranks
 from distcache.planner.home import HomePlanner, Parts
 from distcache.planner.rank import HomePart, RankPlanner, next_move_after
@@ -168,7 +168,7 @@ class StreamPlanner:
 
     def planned(
         self, batches: Iterable[Batch], stop: Callable[[], bool], ahead: bool = True
-    ) -> Iterator[Flight]:
+    ) -> Iterator[StepContext]:
         """Plans of `batches` in order, until the first rank ends, stops or fails.
 
         `ahead=False` uses a window of L = 0 (planning inline). Raises what went wrong, on every
@@ -179,7 +179,7 @@ class StreamPlanner:
         reading, talking = (self.threads, self._talking) if window else (ALONE, ALONE)
         asked = self._asked(batches, stop, reading)
         early = window > 0 and self.link.world.size > 1
-        waiting: deque[Flight] = deque()
+        waiting: deque[StepContext] = deque()
         ready, failure = None, None
         talk = self._begun(talking, next(asked), None)
         while talk is not None:
@@ -238,11 +238,11 @@ class StreamPlanner:
         iterator = chain.from_iterable([batches])  # which the thread that reads makes, too
         ask = partial(threads.begin, self._ask, iterator, stop)
         part, asked = None, ask(self.ingested)
-        while part is None or part.flight is not None:
+        while part is None or part.context is not None:
             part = asked()
             if stop():  # while it was read
                 part = Part(part.step, Status.STOP)
-            if part.flight is not None:
+            if part.context is not None:
                 asked = ask(part.step + 1)
             yield part
 
@@ -270,12 +270,12 @@ class StreamPlanner:
             ]
         except Exception as error:
             return Part(step, Status.ERROR, error=error)
-        flight = Flight(step, batch, bags, requests)
+        context = StepContext(step, batch, bags, requests)
         for region in self.regions:
             request = requests[region.group]
-            flight.asked.append(request.sharded if region.sharded else request.replicated)
-        flight.note("ingest", READING_LANE if self.threads.run_here() else LANE, began)
-        return Part(step, flight=flight)
+            context.asked.append(request.sharded if region.sharded else request.replicated)
+        context.note("ingest", READING_LANE if self.threads.run_here() else LANE, began)
+        return Part(step, context=context)
 
     def _begun(
         self, threads: Threads, asking: Part | None, ready: Part | None
@@ -294,7 +294,7 @@ class StreamPlanner:
         decisions of this one to all, whose batch is read before; if it cannot be, there are none.
         """
         lane = TALKING_LANE if self._talking.run_here() else LANE
-        asked, due = (part and part.flight for part in (asking, deciding))
+        asked, due = (part and part.context for part in (asking, deciding))
         if due is not None and deciding is not None and deciding.status is Status.OK:
             began = time.perf_counter()
             try:
@@ -311,21 +311,21 @@ class StreamPlanner:
             about.note("plan_exchange", lane, began)
         return Talk(asking, deciding, told)
 
-    def _taken_in(self, over: Talk, decide: bool) -> list[Flight]:
+    def _taken_in(self, over: Talk, decide: bool) -> list[StepContext]:
         """The step that was asked for, if all ranks have one: what all of them name of this home's
         rows is known then. `decide`: the oldest step before it is the next to be decided."""
         asking, _, told = over
-        if asking is None or asking.flight is None or told.asked.status is not Status.OK:
+        if asking is None or asking.context is None or told.asked.status is not Status.OK:
             return []
-        flight, alone = asking.flight, self.link.world.size == 1
+        context, alone = asking.context, self.link.world.size == 1
         began = time.perf_counter()
         for region, *named in zip(self.regions, told.named, told.counts, strict=True):
-            region.planner.ingest(flight.step, flight.batch.kind, *named, decide, once=alone)
-        if flight.batch.global_size == UNKNOWN:
-            flight.batch = flight.batch.among(told.samples, self.link.world.rank)
-        flight.note("ingest", LANE, began)
+            region.planner.ingest(context.step, context.batch.kind, *named, decide, once=alone)
+        if context.batch.global_size == UNKNOWN:
+            context.batch = context.batch.among(told.samples, self.link.world.rank)
+        context.note("ingest", LANE, began)
         self.ingested += 1
-        return [flight]
+        return [context]
 
     def _why_ended(self, over: Talk) -> BaseException | None:
         """What to raise once the steps before the end are planned. Raises it where one rank stops,
@@ -360,7 +360,7 @@ class StreamPlanner:
 
     # --- a step is decided -------------------------------------------------------------------
 
-    def _deciding(self, flight: Flight) -> Part:
+    def _deciding(self, context: StepContext) -> Part:
         """This home's part of the decisions on a step: none, and why, if it has too few slots, or
         fails."""
         began, error, status, decisions = time.perf_counter(), None, Status.OK, []
@@ -373,8 +373,8 @@ class StreamPlanner:
                 decisions = [planner.plan() for planner in planners]
             except Exception as caught:
                 status, error = Status.ERROR, caught
-        flight.note("plan", LANE, began)
-        return Part(flight.step, status, flight, error, rows, decisions)
+        context.note("plan", LANE, began)
+        return Part(context.step, status, context, error, rows, decisions)
 
     def _require_decided(self, over: Talk) -> None:
         """Raise on every rank if one of the homes could not decide a step."""
@@ -382,43 +382,43 @@ class StreamPlanner:
         if deciding is None or told.decided is None:
             return
         if told.decided.status is Status.TOO_LARGE:
-            kind = deciding.flight.batch.kind
+            kind = deciding.context.batch.kind
             error = too_large(deciding.step, kind, self.groups, told.rows, self.regions)
             raise on_all_ranks(error)
         if told.decided.status is not Status.OK:
             raise on_all_ranks(deciding.error or _peer_error(told.decided))
 
-    def _planned(self, over: Talk) -> list[Flight]:
+    def _planned(self, over: Talk) -> list[StepContext]:
         """The step that all homes have decided, if there is one, with its plans."""
         _, deciding, told = over
         if deciding is None or told.decided is None:
             return []
-        flight = deciding.flight
+        context = deciding.context
         try:
             began = time.perf_counter()
             for group, slots in enumerate(self.slots):
-                plan = self._plan(group, flight, deciding, told)
+                plan = self._plan(group, context, deciding, told)
                 if self.settings.validate:
                     check_plan_fully(plan, slots)
                 else:
                     check_plan(plan)
-                flight.plans.append(plan)
-                flight.move_after = max(flight.move_after, plan.move_after)
-            flight.note("plan", LANE, began)
+                context.plans.append(plan)
+                context.move_after = max(context.move_after, plan.move_after)
+            context.note("plan", LANE, began)
         except BaseException as error:  # after all have agreed to go on
             self.alone = True
             record_failure(self.link.world.store, self.link.world.rank, error)
             raise
-        flight.planning_bytes += told.decision_bytes
-        flight.requests, flight.asked = [], []
-        return [flight]
+        context.planning_bytes += told.decision_bytes
+        context.requests, context.asked = [], []
+        return [context]
 
-    def _plan(self, group: int, flight: Flight, deciding: Part, told: Told) -> StepPlan:
+    def _plan(self, group: int, context: StepContext, deciding: Part, told: Told) -> StepPlan:
         """The plan of one group from the decisions on its regions."""
         size, prefetch, sharded = self.link.world.size, self.settings.prefetch, None
         places = [place for place, region in enumerate(self.regions) if region.group == group]
         latest = [told.latest_use[place] for place in places]
-        move_after = next_move_after(flight.step, prefetch, latest, self._move_after[group])
+        move_after = next_move_after(context.step, prefetch, latest, self._move_after[group])
         self._move_after[group] = move_after
         mine, parts = None, []
         for place in places:
@@ -434,9 +434,9 @@ class StreamPlanner:
                 self._early,
             )
         if mine is None:  # all rows are sharded
-            mine = nothing((flight.step, flight.batch.kind), size)
+            mine = nothing((context.step, context.batch.kind), size)
             parts = [HomePart(mine.told, mine.slots)] * size
-        request = flight.requests[group]
+        request = context.requests[group]
         return self._ranks[group].assemble(request, parts, mine, move_after, sharded)
 
 

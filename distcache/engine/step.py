@@ -128,17 +128,17 @@ class MoveCounts:
 class StepPipeline(Protocol):
     """The threads that plan and move the steps of a stream, as the training thread uses them."""
 
-    def wait_until_issued(self) -> Flight | None:
+    def wait_until_issued(self) -> StepContext | None:
         """Wait until all released movement is issued; return the step waited for, if any."""
         ...
 
-    def retire(self, flight: Flight) -> None:
+    def retire(self, context: StepContext) -> None:
         """Hand over a finished step, whose memory is freed beside training."""
         ...
 
 
 @dataclass
-class Flight:
+class StepContext:
     """One step of a stream on its way through the stages; each fills in what later ones read.
 
     The planner makes it, the movement's thread gets it once it is planned, and the training thread
@@ -212,22 +212,22 @@ class Flight:
             self.waits.append(Span(WAIT, TRAINING_LANE, self.step, began, time.perf_counter()))
 
 
-Shake = Callable[[], object]
+DelayHook = Callable[[], object]
 """Called before every stage and hand-over, in every thread."""
 
 
-class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
-    """The time in which `stage` of `flight` runs; an error is noted with stage and step.
+class stage_scope:  # noqa: N801 - reads as `with stage_scope(stage, context, ...):`
+    """The time in which `stage` of `context` runs; an error is noted with stage and step.
 
     Its device work runs on the stage's stream, after that of the stage before. A class and not a
     generator: this is entered six times a step, and costs half as much.
     """
 
     def __init__(
-        self, stage: Stage, flight: Flight, lane: str, streams: Streams, shake: Shake
+        self, stage: Stage, context: StepContext, lane: str, streams: Streams, delay_hook: DelayHook
     ) -> None:
-        self._stage, self._flight, self._lane, self._streams = stage, flight, lane, streams
-        shake()
+        self._stage, self._context, self._lane, self._streams = stage, context, lane, streams
+        delay_hook()
 
     def __enter__(self) -> None:
         streams, stream = self._streams, self._stage.stream
@@ -235,28 +235,28 @@ class running:  # noqa: N801 - reads as `with running(stage, flight, ...):`
         # Else work is done in program order, or by the host alone: there is nothing to mark.
         self._marks = streams.ordered and stream != HOST
         if self._marks:
-            streams.wait_events(stream, (self._flight.after,))
+            streams.wait_events(stream, (self._context.after,))
             self._on = streams.use(stream)
             self._on.__enter__()
-            self._start = streams.record_event(stream, timed=True) if self._flight.timed else None
+            self._start = streams.record_event(stream, timed=True) if self._context.timed else None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        name, flight, streams = self._stage.name, self._flight, self._streams
+        name, context, streams = self._stage.name, self._context, self._streams
         end = None
         if self._marks:
             if error is None:
-                end = streams.record_event(self._stage.stream, flight.timed)
+                end = streams.record_event(self._stage.stream, context.timed)
             self._on.__exit__(kind, error, trace)
         if error is not None:
             if isinstance(error, Exception):
-                error.add_note(f"in stage {name} of step {flight.step}")
+                error.add_note(f"in stage {name} of step {context.step}")
             return
-        if flight.timed:
-            flight.note(name, self._lane, self._began)
+        if context.timed:
+            context.note(name, self._lane, self._began)
         if end is not None:
-            flight.after = end
-            if flight.timed:
-                flight.marks.append(DeviceSpan(name, self._lane, self._start, end))
+            context.after = end
+            if context.timed:
+                context.marks.append(DeviceSpan(name, self._lane, self._start, end))
 
 
 # -----------------------------------------------------------------------------
@@ -338,22 +338,22 @@ def _mean_ms(
     }
 
 
-def record(clock: StageClock, flight: Flight, streams: Streams) -> None:
+def record(clock: StageClock, context: StepContext, streams: Streams) -> None:
     """Let `clock` know of a step that is through all stages, on the device too.
 
     On a device a stage took what its work took there; the step stalled from the end of the step
     before it until its rows had arrived. The clock does not hear of a step that is not timed.
     """
-    if not flight.timed:
+    if not context.timed:
         return
-    spans, waits = flight.spans, flight.waits
-    if flight.marks:
+    spans, waits = context.spans, context.waits
+    if context.marks:
         times = {}
-        for mark in flight.marks:
+        for mark in context.marks:
             start, end = streams.event_time(mark.start), streams.event_time(mark.end)
-            times[mark.name] = Span(mark.name, mark.lane, flight.step, start or 0.0, end or 0.0)
+            times[mark.name] = Span(mark.name, mark.lane, context.step, start or 0.0, end or 0.0)
         spans = [times.get(span.name, span) for span in spans]
-        free, filled = streams.event_time(flight.free), times.get(FILL.name)
+        free, filled = streams.event_time(context.free), times.get(FILL.name)
         if free is not None and filled is not None:
-            waits = [Span(WAIT, TRAINING_LANE, flight.step, free, max(free, filled.end))]
-    clock.add(flight.step, flight.batch.kind, spans, waits)
+            waits = [Span(WAIT, TRAINING_LANE, context.step, free, max(free, filled.end))]
+    clock.add(context.step, context.batch.kind, spans, waits)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distcache.comm.link import PLANNING
 from distcache.engine.movement import RowChoice
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.engine.tables import CachedTables, Owners, RowSums, all_of
 from distcache.errors import PlanError
 from distcache.optim import RowUpdate
@@ -81,15 +81,17 @@ class StepRows:
     has as parameters.
     """
 
-    def __init__(self, tables: CachedTables, flight: Flight, leaves: Sequence[Tensor]) -> None:
+    def __init__(
+        self, tables: CachedTables, context: StepContext, leaves: Sequence[Tensor]
+    ) -> None:
         """`leaves` of the step, which are its rows where every rank has all sums."""
-        self._tables, self._flight = tables, flight
+        self._tables, self._context = tables, context
         replicated: list[RowPart] = []
         sharded: list[RowPart] = []
         for place, (rows, plan, leaf) in enumerate(
-            zip(tables.rows, flight.plans, leaves, strict=True)
+            zip(tables.rows, context.plans, leaves, strict=True)
         ):
-            home, there = tables.home_state, flight.where[place].shard
+            home, there = tables.home_state, context.where[place].shard
             if rows.slots.replicated:
                 mine = plan.home_slice(tables.world.rank) if home else slice(0, plan.distinct)
                 whole = plan.shard is None and not home
@@ -136,7 +138,7 @@ class StepRows:
     def owners(self, group: int, sums: RowSums, frozen: Sequence[bool]) -> Owners:
         """The table of every row of a group's sums, of which those that are `frozen`, by place in
         the group, become zero, so that nothing that looks at gradients counts them."""
-        found = self._tables.tables_of_sums(self._flight, group)
+        found = self._tables.tables_of_sums(self._context, group)
         for at, own in zip(found, sums[group], strict=True):
             if at is not None and own is not None and any(frozen):
                 rows = torch.tensor(frozen)[at.long()].nonzero().flatten()
@@ -169,7 +171,7 @@ class StepRows:
             most = self._of_all(most.reshape(1), "the largest row gradient").max()
         if math.isinf(norm_type):
             return most
-        count = max(1, sum(plan.all_distinct for plan in self._flight.plans))
+        count = max(1, sum(plan.all_distinct for plan in self._context.plans))
         exponent = torch.frexp(most).exponent.clamp(min=-900)
         shift = 61 - math.ceil(math.log2(count)) - exponent
         whole = [
@@ -182,5 +184,5 @@ class StepRows:
 
     def _of_all(self, value: Tensor, what: str) -> Tensor:
         """One number of every rank."""
-        what = f"{what} of step {self._flight.step}"
+        what = f"{what} of step {self._context.step}"
         return self._tables.link.start_all_gather(value, PLANNING, what)().flatten()

@@ -36,10 +36,10 @@ from distcache.engine.step import (
     SYNC,
     SYNC_ALONE,
     TRAINING_LANE,
-    Flight,
-    Shake,
+    DelayHook,
     Stage,
-    running,
+    StepContext,
+    stage_scope,
 )
 from distcache.engine.whole import WholeTables
 from distcache.errors import PeerError, PlanError
@@ -94,7 +94,7 @@ class CachedTables:
     rank's rows are those of no step; `counters`: bytes that this rank sent.
     """
 
-    shake: Shake = bool
+    delay_hook: DelayHook = bool
     """Does nothing; tests delay hand-overs with it."""
 
     def __init__(
@@ -165,10 +165,10 @@ class CachedTables:
         """
         self._begin()
         depth, mover = self.settings.prefetch + 1, self._mover if self.overlapped else None
-        self.stream = StepStream(self.planner, batches, depth, self.streams, mover, self.shake)
+        self.stream = StepStream(self.planner, batches, depth, self.streams, mover, self.delay_hook)
         return self.stream
 
-    def now(self, batch: Batch) -> Flight:
+    def now(self, batch: Batch) -> StepContext:
         """Plan one batch in this thread (L = 0); it is opened next, before any other is planned.
 
         Raises what `ahead` and its stream raise.
@@ -234,11 +234,11 @@ class CachedTables:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def stage(self, stage: Stage, flight: Flight) -> Context[None]:
+    def stage(self, stage: Stage, context: StepContext) -> Context[None]:
         """The time in which the training thread runs `stage` of a step, on the stage's stream."""
-        return running(stage, flight, TRAINING_LANE, self.streams, self.shake)
+        return stage_scope(stage, context, TRAINING_LANE, self.streams, self.delay_hook)
 
-    def open(self, flight: Flight) -> list[Tensor]:
+    def open(self, context: StepContext) -> list[Tensor]:
         """Begin a step: its leaves by group, `[U + N, D]`, once its rows are on the device.
 
         A leaf's first U rows are the replicated ones in canonical order, the other N those sharded
@@ -246,81 +246,81 @@ class CachedTables:
         stream is opened once, in order; where autograd records nothing (`torch.no_grad`, no
         inference mode), as all of a step but its forward and backward.
         """
-        stream, streams, alone = flight.stream, self.streams, False
-        flight.free = streams.record_event(COMPUTE, timed=True)
+        stream, streams, alone = context.stream, self.streams, False
+        context.free = streams.record_event(COMPUTE, timed=True)
         if stream is None or not self.overlapped:
-            flight.after = flight.free
+            context.after = context.free
             with DelayedInterrupt(), self.whole:
-                if not flight.moved:  # by an earlier call that was interrupted later
-                    self._mover.move(flight, TRAINING_LANE, self.shake)
-                    flight.moved = True
+                if not context.moved:  # by an earlier call that was interrupted later
+                    self._mover.move(context, TRAINING_LANE, self.delay_hook)
+                    context.moved = True
         else:
-            alone = flight.batch.kind in self._alone
-            self._alone.discard(flight.batch.kind)
+            alone = context.batch.kind in self._alone
+            self._alone.discard(context.batch.kind)
             # Where a step begins with an exchange, fills come before or after it on all ranks.
             if self.shares:
                 stream.wait_until_issued()
-            last = flight.step if self.shares or alone else None
-            stream.release(self.last_step, flight.free, last)
-            stream.wait_for_rows(flight)
+            last = context.step if self.shares or alone else None
+            stream.release(self.last_step, context.free, last)
+            stream.wait_for_rows(context)
         if self.shares:
             # It sends rows that were just changed.
-            streams.wait_events(COMMUNICATION, (flight.free,))
-            with self.stage(SHARE_LATE, flight):
-                self._share(flight)
+            streams.wait_events(COMMUNICATION, (context.free,))
+            with self.stage(SHARE_LATE, context):
+                self._share(context)
             if stream is not None and not alone:
                 stream.release_all()
-        self.last_step = flight.step
-        return self._leaves(flight)
+        self.last_step = context.step
+        return self._leaves(context)
 
-    def leaves(self, flight: Flight) -> list[Tensor]:
+    def leaves(self, context: StepContext) -> list[Tensor]:
         """The leaves of the step that was opened last, read anew: as `open` gave them, or, once the
         step was applied, with the new rows (then all ranks call it, for sharded rows travel); see
         `open`."""
-        if flight.applied and self.shares:
-            with self.stage(SHARE_LATE, flight):
-                self._share(flight)
-        flight.applied = False
-        return self._leaves(flight)
+        if context.applied and self.shares:
+            with self.stage(SHARE_LATE, context):
+                self._share(context)
+        context.applied = False
+        return self._leaves(context)
 
-    def _leaves(self, flight: Flight) -> list[Tensor]:
-        self.streams.wait_events(COMPUTE, (flight.after,))
-        self.streams.record_stream(flight.made, COMPUTE)
-        flight.made, flight.leaves = [], []
-        for at, (rows, plan) in enumerate(zip(self.rows, flight.plans, strict=True)):
-            own = flight.sharded[at] if flight.sharded else None
+    def _leaves(self, context: StepContext) -> list[Tensor]:
+        self.streams.wait_events(COMPUTE, (context.after,))
+        self.streams.record_stream(context.made, COMPUTE)
+        context.made, context.leaves = [], []
+        for at, (rows, plan) in enumerate(zip(self.rows, context.plans, strict=True)):
+            own = context.sharded[at] if context.sharded else None
             if own is None or plan.distinct:
-                first = rows.cache.gather(plan.slots, flight.where[at].slots)
+                first = rows.cache.gather(plan.slots, context.where[at].slots)
                 own = first if own is None else torch.cat((first, own))
-            flight.leaves.append(own.to(rows.cache.kind.dtype))
-        return flight.leaves
+            context.leaves.append(own.to(rows.cache.kind.dtype))
+        return context.leaves
 
-    def _share(self, flight: Flight) -> None:
+    def _share(self, context: StepContext) -> None:
         """Bring the sharded rows that did not travel before the step; all of them, once it was
         applied."""
-        known = flight.sharded or [None] * len(self.rows)
-        flight.sharded = []
+        known = context.sharded or [None] * len(self.rows)
+        context.sharded = []
         for rows, plan, where, early in zip(
-            self.rows, flight.plans, flight.where, known, strict=True
+            self.rows, context.plans, context.where, known, strict=True
         ):
             shard, there = plan.shard, where.shard
             if shard is None or there is None:
-                flight.sharded.append(None)
+                context.sharded.append(None)
                 continue
             came = rows.send_rows(shard.late, there.late, self.link, f"late rows {plan.step}")
             if shard.early is not None and there.early is not None:
-                if early is None or flight.applied:
+                if early is None or context.applied:
                     what = f"rows of {plan.step} again"
                     first = rows.send_rows(shard.early, there.early, self.link, what)
                     early = first.new_empty((shard.rows, first.shape[1]))
                     put(early, there.early.places, first)
                 came = put(early, there.late.places, came)
-            flight.made.append(came)
-            flight.sharded.append(came)
+            context.made.append(came)
+            context.sharded.append(came)
 
     def pooled(
         self,
-        flight: Flight,
+        context: StepContext,
         leaves: Sequence[Tensor],
         part: int = 0,
         weights: Sequence[Tensor] | None = None,
@@ -330,7 +330,7 @@ class CachedTables:
         features; differentiable in `leaves`, whose gradients are summed in the ids' order, and in
         `weights`, by feature, of ids of a batch that was planned without. `out`: where the bags are
         to lie too."""
-        found, bags_of = [], flight.lookups[part]
+        found, bags_of = [], context.lookups[part]
         room = (out,) if out is not None and len(bags_of) == 1 and bags_of[0].single else ()
         for group, leaf, bags in zip(self.groups, leaves, bags_of, strict=True):
             own = None
@@ -342,29 +342,29 @@ class CachedTables:
             out.copy_(pooled.detach())
         return pooled
 
-    def lookup(self, flight: Flight, leaves: Sequence[Tensor], part: int = 0) -> list[Tensor]:
+    def lookup(self, context: StepContext, leaves: Sequence[Tensor], part: int = 0) -> list[Tensor]:
         """The row of every id of a step's micro-batch `part`, by feature: `[n_f, D_f]` each; of
         tables with `pooled=False`."""
         out: dict[int, Tensor] = {}
-        for group, leaf, bags in zip(self.groups, leaves, flight.lookups[part], strict=True):
+        for group, leaf, bags in zip(self.groups, leaves, context.lookups[part], strict=True):
             out |= zip(group.features, RowLookup.apply(leaf, bags), strict=True)
         return [out[feature] for feature in sorted(out)]
 
-    def syncing(self, flight: Flight) -> Context[None]:
+    def syncing(self, context: StepContext) -> Context[None]:
         """The exchange of a step's gradients with all ranks, after the moves that come before it
         in the order of the device group."""
-        self.settle(flight)
-        return self.stage(self.sync, flight)
+        self.settle(context)
+        return self.stage(self.sync, context)
 
-    def settle(self, flight: Flight) -> None:
+    def settle(self, context: StepContext) -> None:
         """Wait until all moves that were let go are issued: what comes now comes after them in the
         order of the device group."""
-        if flight.stream is not None and self.world.size > 1:
+        if context.stream is not None and self.world.size > 1:
             began = time.perf_counter()
-            (flight.stream.wait_until_issued() or flight).waited(began)
+            (context.stream.wait_until_issued() or context).waited(began)
 
     def start_sum(
-        self, flight: Flight, gradients: Sequence[Tensor | None]
+        self, context: StepContext, gradients: Sequence[Tensor | None]
     ) -> Callable[[], RowSums]:
         """Send this rank's leaf gradients `[U + N, D]`, by group, to the rows' homes; call it for
         the sums. Inside `syncing`, where autograd records nothing. Contributions of a row are added
@@ -372,7 +372,7 @@ class CachedTables:
         native, link = self.settings.reduction == "native", self.link
         started: list[tuple[Callable[[], Tensor] | None, Callable[[], Tensor] | None]] = []
         for rows, plan, where, gradient in zip(
-            self.rows, flight.plans, flight.where, gradients, strict=True
+            self.rows, context.plans, context.where, gradients, strict=True
         ):
             sums, own = None, None
             if gradient is not None and rows.slots.replicated:
@@ -400,7 +400,7 @@ class CachedTables:
 
     def apply(
         self,
-        flight: Flight,
+        context: StepContext,
         sums: RowSums,
         choices: RowChoice | Sequence[Sequence[RowChoice]],
         enabled: Tensor | None = None,
@@ -408,18 +408,18 @@ class CachedTables:
         """Update the step's rows and state in place, where autograd records nothing, inside stage
         `apply`; then `return_rows`. `choices`: of all rows, or of each group, whose other rows are
         left as they are; `enabled`: as in `ops.update_rows`."""
-        parts = (self.rows, flight.plans, flight.where, sums)
+        parts = (self.rows, context.plans, context.where, sums)
         for place, (rows, plan, where, own) in enumerate(zip(*parts, strict=True)):
             for one in (choices,) if isinstance(choices, RowChoice) else choices[place]:
                 rows.apply(plan, where, own, one, enabled)
-        flight.applied = True
+        context.applied = True
 
-    def tables_of_sums(self, flight: Flight, group: int) -> Owners:
+    def tables_of_sums(self, context: StepContext, group: int) -> Owners:
         """The table of every row of a group's sums; inside `syncing`.
 
         A home knows its rows by number; of rows whose sums are everywhere it tells the others.
         """
-        rows, plan, world = self.rows[group], flight.plans[group], self.world
+        rows, plan, world = self.rows[group], context.plans[group], self.world
         offsets, held = rows.group.layout.offsets, rows.cache.slot_row
 
         def named(slots: Tensor) -> Tensor:
@@ -436,24 +436,24 @@ class CachedTables:
                 replicated = gathered.cpu().flatten()
         return replicated, None if plan.shard is None else named(plan.shard.slots)
 
-    def return_rows(self, flight: Flight) -> None:
+    def return_rows(self, context: StepContext) -> None:
         """Once rows and dense part are updated: homes that alone have the state send their new rows
         to all ranks, if they were applied."""
-        if not (self._returns and flight.applied):
+        if not (self._returns and context.applied):
             return
-        with self.stage(RETURN_ROWS, flight), torch.no_grad():
-            for rows, plan, where in zip(self.rows, flight.plans, flight.where, strict=True):
+        with self.stage(RETURN_ROWS, context), torch.no_grad():
+            for rows, plan, where in zip(self.rows, context.plans, context.where, strict=True):
                 if rows.slots.replicated:
                     rows.return_rows(plan, self.link, where.slots)
-        self.streams.wait_events(COMPUTE, (flight.after,))
+        self.streams.wait_events(COMPUTE, (context.after,))
 
-    def count(self, flight: Flight) -> None:
+    def count(self, context: StepContext) -> None:
         """Count what moved for a step, and the bytes of its planning and moving."""
-        for rows, counts in zip(self.rows, flight.counts, strict=True):
+        for rows, counts in zip(self.rows, context.counts, strict=True):
             rows.counts.add(counts)
         if self.world.size > 1:  # a rank alone sends nothing
-            self.counters.count(ROWS, flight.fill_bytes, flight.fill_between_nodes)
-            self.counters.count(PLANNING, flight.planning_bytes)
+            self.counters.count(ROWS, context.fill_bytes, context.fill_between_nodes)
+            self.counters.count(PLANNING, context.planning_bytes)
 
     def fail(self, error: BaseException) -> None:
         """This rank's rows are those of no step, because of `error`: the other ranks hear of it."""

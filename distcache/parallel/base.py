@@ -19,7 +19,7 @@ from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
-from distcache.engine.step import Flight, MoveCounts, StageClock, Watcher
+from distcache.engine.step import MoveCounts, StageClock, StepContext, Watcher
 from distcache.engine.tables import CachedTables
 from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError
@@ -38,7 +38,7 @@ class Step:
     stages)."""
 
     batch: Batch
-    flight: Any = None
+    context: Any = None
 
 
 class LateResult:
@@ -272,7 +272,7 @@ class StepStatistics:
         self._phases = {"hot": MoveCounts(), "cold": MoveCounts()}
         self._phase_steps = dict.fromkeys(self._phases, 0)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, context: StepContext) -> None:
         """Count one training step.
 
         Row buffers: the replicated rows' copies, their gradients and the sums (3 U D), sharded ones
@@ -281,11 +281,11 @@ class StepStatistics:
         """
         self.steps += 1
         buffers = early = 0
-        if phase := flight.batch.phase:
+        if phase := context.batch.phase:
             self._phase_steps[phase] += 1
-            for counts in flight.counts:
+            for counts in context.counts:
                 self._phases[phase].add(counts)
-        for plan, group in zip(flight.plans, self._tables.rows, strict=True):
+        for plan, group in zip(context.plans, self._tables.rows, strict=True):
             kind, dim = group.cache.kind, group.cache.dim
             distinct, misses, shard = plan.distinct, plan.misses, plan.shard
             moved, kept = misses + plan.evict_slots.shape[0], 3 * distinct

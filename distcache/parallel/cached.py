@@ -31,8 +31,8 @@ from distcache.engine.step import (
     APPLY,
     FORWARD,
     FORWARD_BACKWARD,
-    Flight,
     MoveCounts,
+    StepContext,
     Watcher,
     record,
 )
@@ -138,9 +138,9 @@ class CachedParallel(Parallel):
         self.applied = 0
         self._update = update
         self._bad_ranks: tuple[int, ...] = ()
-        self._due: Flight | None = None
+        self._due: StepContext | None = None
         self._open = False
-        self._unread: deque[Flight] = deque()
+        self._unread: deque[StepContext] = deque()
         self._modules = list(self.model.modules())
         self._buffers = [
             (module, name)
@@ -165,12 +165,12 @@ class CachedParallel(Parallel):
             raise PlanError("another stream of this model is open: end or close it first")
         stream, self._open = tables.ahead(batches), True
         try:
-            for flight in stream:
-                self._due = flight
-                yield Step(flight.batch, flight)
+            for context in stream:
+                self._due = context
+                yield Step(context.batch, context)
                 if self._due is not None:
                     raise PlanError(
-                        f"step {flight.step} of the stream was not run: call train_step or "
+                        f"step {context.step} of the stream was not run: call train_step or "
                         "eval_step once for each step, before the next is taken"
                     )
         except Exception:
@@ -197,64 +197,69 @@ class CachedParallel(Parallel):
 
     # --- one step ---------------------------------------------------------------------------
 
-    def _begin(self, step: Step) -> Flight:
+    def _begin(self, step: Step) -> StepContext:
         """The step that was handed out last; PlanError for any other."""
-        flight: Flight = step.flight
-        if flight is not self._due:
+        context: StepContext = step.context
+        if context is not self._due:
             raise PlanError(
-                f"step {flight.step} is not due: run each step of the stream once, in its order"
+                f"step {context.step} is not due: run each step of the stream once, in its order"
             )
-        self._due, flight.result = None, Outcome()
-        return flight
+        self._due, context.result = None, Outcome()
+        return context
 
     @torch.no_grad()
     def train_step(self, step: Step, asks: int = 0) -> StepResult:
         """See `Parallel.train_step`."""
-        flight, tables = self._begin(step), self.tables
-        flight.result.asks = asks
+        context, tables = self._begin(step), self.tables
+        context.result.asks = asks
         with tables.whole:
-            leaves = tables.open(flight)
-            with tables.stage(FORWARD_BACKWARD, flight):
-                self._forward_backward(flight, leaves)
-            with tables.syncing(flight):
-                self._sync(flight, leaves)
-            with tables.stage(APPLY, flight):
-                self._apply(flight)
-            tables.return_rows(flight)
-        tables.count(flight)
-        self.statistics.add(flight)
+            leaves = tables.open(context)
+            with tables.stage(FORWARD_BACKWARD, context):
+                self._forward_backward(context, leaves)
+            with tables.syncing(context):
+                self._sync(context, leaves)
+            with tables.stage(APPLY, context):
+                self._apply(context)
+            tables.return_rows(context)
+        tables.count(context)
+        self.statistics.add(context)
         # The next step has this memory, whenever somebody looks at the result of this one.
-        flight.leaves, flight.sharded, flight.result.sums, flight.result.buffers = [], [], None, ()
-        self._unread.append(flight)
+        context.leaves, context.sharded, context.result.sums, context.result.buffers = (
+            [],
+            [],
+            None,
+            (),
+        )
+        self._unread.append(context)
         self._read(self.result_delay)
         if self.result_delay:
-            late: Any = LateResult(partial(self._result, flight))
+            late: Any = LateResult(partial(self._result, context))
             return late
-        return flight.result.agreement
+        return context.result.agreement
 
     @torch.enable_grad()
-    def _forward_backward(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
-        outcome: Outcome = flight.result
-        if flight.batch.is_empty:  # a model need not take an empty batch
+    def _forward_backward(self, context: StepContext, leaves: Sequence[Tensor]) -> None:
+        outcome: Outcome = context.result
+        if context.batch.is_empty:  # a model need not take an empty batch
             self.dense.zero()
             self.dense.gather()
-            outcome.loss = flight.labels.new_zeros(())
+            outcome.loss = context.labels.new_zeros(())
             return
         if self._buffers:
             buffers = (module._buffers.get(name) for module, name in self._buffers)
             outcome.buffers = [(value, value.clone()) for value in buffers if value is not None]
         leaves = [leaf.requires_grad_() for leaf in leaves]
-        graph, shape, size = self._graph, shape_of(flight), flight.batch.global_size
+        graph, shape, size = self._graph, shape_of(context), context.batch.global_size
         if graph is not None and graph.shape == shape:
-            pooled = self.tables.pooled(flight, leaves, out=graph.pooled)
-            outcome.loss, gradient = graph(flight)
+            pooled = self.tables.pooled(context, leaves, out=graph.pooled)
+            outcome.loss, gradient = graph(context)
             if gradient is not None:
                 pooled.backward(gradient)
         else:  # nothing here holds the bags, whose memory backward can have
-            dense, labels, pooled = flight.dense, flight.labels, self.tables.pooled
-            outcome.loss, _ = self._dense_pass(dense, pooled(flight, leaves), labels, size)
-            if self._records and self._shape in (None, shape) and len(flight.dense):
-                self._record(flight)
+            dense, labels, pooled = context.dense, context.labels, self.tables.pooled
+            outcome.loss, _ = self._dense_pass(dense, pooled(context, leaves), labels, size)
+            if self._records and self._shape in (None, shape) and len(context.dense):
+                self._record(context)
         self._shape = shape
 
     def _dense_pass(
@@ -273,7 +278,7 @@ class CachedParallel(Parallel):
             self.dense.gather()
         return loss.detach(), None if own is None else own.grad
 
-    def _record(self, flight: Flight) -> None:
+    def _record(self, context: StepContext) -> None:
         """Record the dense part for the steps to come, of this one's shape, which waits for the
         device: it is the first step, beside which nothing moves that other ranks could wait for, or
         the second of a shape.
@@ -283,7 +288,7 @@ class CachedParallel(Parallel):
         self._records, self._graph = self._records - 1, None
         buffers, way_out = list(self.model.buffers()), "set trainer.cuda_graph=false"
         try:
-            self._graph = DenseGraph(self._dense_pass, flight, self._pooled_width)
+            self._graph = DenseGraph(self._dense_pass, context, self._pooled_width)
         except Exception as error:  # that of the end has the first for its context
             raise ConfigError(
                 f"the dense part cannot be recorded as a CUDA graph: {error.__context__ or error}; "
@@ -295,90 +300,90 @@ class CachedParallel(Parallel):
                 f"nothing: change them in place, or {way_out}"
             )
 
-    def _sync(self, flight: Flight, leaves: Sequence[Tensor]) -> None:
+    def _sync(self, context: StepContext, leaves: Sequence[Tensor]) -> None:
         """Program order: row gradients of each group, dense chunks, loss and control; then what
         follows from the first. All three are under way at once."""
-        outcome: Outcome = flight.result
+        outcome: Outcome = context.result
         gradients = [torch.zeros_like(at) if at.grad is None else at.grad for at in leaves]
-        rows = self.tables.start_sum(flight, gradients)
+        rows = self.tables.start_sum(context, gradients)
         dense, control = self.dense.start_sum(), self._control.start(outcome.loss, outcome.asks)
         outcome.sums = rows()
         dense()
         outcome.control = control()
 
-    def _apply(self, flight: Flight) -> None:
+    def _apply(self, context: StepContext) -> None:
         """Update rows and dense part; a step changes nothing if its summed loss is not finite, or
         if no rank has a sample: Adam and momentum would move weights without a gradient."""
-        outcome: Outcome = flight.result
+        outcome: Outcome = context.result
         control = outcome.control
         enabled = control.enabled if self.result_delay else None
         if outcome.buffers:
             put_back(outcome.buffers, control.enabled)
-        if not self.result_delay and self._agreed(flight).bad_ranks:
+        if not self.result_delay and self._agreed(context).bad_ranks:
             return
-        if flight.batch.is_empty:
+        if context.batch.is_empty:
             return
         self.applied += 1
         choice = RowChoice(self._update, self.applied)
-        self.tables.apply(flight, outcome.sums, choice, enabled)
+        self.tables.apply(context, outcome.sums, choice, enabled)
         if enabled is None:
             self.dense_optimizer.step()
         else:
             masked_step(self.dense_optimizer, enabled, [self.dense.flat])
 
-    def _agreed(self, flight: Flight) -> StepResult:
+    def _agreed(self, context: StepContext) -> StepResult:
         """What all ranks know of a step; to be asked for step after step, in order.
 
         Sticky: after a loss that is not finite nothing applies, whoever goes on.
         """
-        outcome: Outcome = flight.result
+        outcome: Outcome = context.result
         if outcome.agreement is None:
             agreement = outcome.control.read()
             self._bad_ranks = self._bad_ranks or agreement.bad_ranks
             if self._bad_ranks:
                 agreement = agreement._replace(bad_ranks=self._bad_ranks)
             outcome.agreement = agreement
-            counted = bool(self.result_delay) and not flight.batch.is_empty
+            counted = bool(self.result_delay) and not context.batch.is_empty
             if self._bad_ranks and counted:  # before anybody knew
                 self.applied -= 1
                 uncount(self.dense_optimizer)
         return outcome.agreement
 
-    def _result(self, flight: Flight) -> StepResult:
+    def _result(self, context: StepContext) -> StepResult:
         """What all ranks know of a step; waits for it, and for those before it."""
-        while flight.result.agreement is None:
+        while context.result.agreement is None:
             self._read(len(self._unread) - 1)
-        return flight.result.agreement
+        return context.result.agreement
 
     def _read(self, keep: int) -> None:
         """Look at the results of steps, in order, but for the last `keep` of them."""
         while len(self._unread) > keep:
-            flight = self._unread[0]
+            context = self._unread[0]
             with self.tables.whole:
-                self._agreed(flight)
+                self._agreed(context)
             self._unread.popleft()
-            record(self.clock, flight, self.streams)
-            if flight.stream is not None:
-                flight.stream.retire(flight)
+            record(self.clock, context, self.streams)
+            if context.stream is not None:
+                context.stream.retire(context)
 
     def eval_step(self, step: Step) -> Tensor:
         """See `Parallel.eval_step`."""
-        flight, tables, counters = self._begin(step), self.tables, self.counters
+        context, tables, counters = self._begin(step), self.tables, self.counters
         sent, between = counters.collective_bytes, counters.inter_node_bytes
         with tables.whole, torch.no_grad():
-            leaves = tables.open(flight)
-            with tables.stage(FORWARD, flight):
+            leaves = tables.open(context)
+            with tables.stage(FORWARD, context):
                 modes = [(module, module.training) for module in self._modules]
                 self.model.eval()
                 try:
-                    pooled = tables.pooled(flight, leaves)
-                    logits = predict(self.model, flight.dense, pooled, self.settings.amp)
+                    pooled = tables.pooled(context, leaves)
+                    logits = predict(self.model, context.dense, pooled, self.settings.amp)
                 finally:
                     for module, training in modes:
                         module.training = training
         since = sent - counters.collective_bytes, between - counters.inter_node_bytes
         counters.count(ROWS, *since)  # they are training's
-        record(self.clock, flight, self.streams)
+        record(self.clock, context, self.streams)
         return logits
 
     def set_lr(self, dense_lr: float, embedding_lr: float) -> None:

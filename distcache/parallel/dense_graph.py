@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 
 DensePass = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
 """The dense part of a step, forward and backward: from dense features `[b, d]`, pooled bags
@@ -30,29 +30,29 @@ class DenseGraph:
     did once.
     """
 
-    def __init__(self, run: DensePass, flight: Flight, width: int) -> None:
+    def __init__(self, run: DensePass, context: StepContext, width: int) -> None:
         """Record `run`, which has run once, for steps like this one, of so many columns of bags.
 
         Raises what it raises, and RuntimeError where it does what no graph holds, such as waiting
         for the device.
         """
-        self.shape = shape_of(flight)
-        self._dense, self._labels = map(torch.empty_like, (flight.dense, flight.labels))
-        self.pooled = flight.dense.new_empty(len(flight.dense), width)
+        self.shape = shape_of(context)
+        self._dense, self._labels = map(torch.empty_like, (context.dense, context.labels))
+        self.pooled = context.dense.new_empty(len(context.dense), width)
         self._graph = torch.cuda.CUDAGraph()
         # Movement, a thread of its own, may allocate meanwhile, and wait for events.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             inputs = self._dense, self.pooled, self._labels
-            self._found = run(*inputs, flight.batch.global_size)
+            self._found = run(*inputs, context.batch.global_size)
 
-    def __call__(self, flight: Flight) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, context: StepContext) -> tuple[Tensor, Tensor | None]:
         """What the pass gives for this step, whose bags lie in `pooled`; overwritten by the next
         call."""
-        torch._foreach_copy_([self._dense, self._labels], [flight.dense, flight.labels])
+        torch._foreach_copy_([self._dense, self._labels], [context.dense, context.labels])
         self._graph.replay()
         return self._found
 
 
-def shape_of(flight: Flight) -> Hashable:
+def shape_of(context: StepContext) -> Hashable:
     """What steps of one graph have in common."""
-    return flight.dense.shape, flight.batch.global_size
+    return context.dense.shape, context.batch.global_size

@@ -530,7 +530,7 @@ class HybridParallel(Parallel):
         began = time.perf_counter()
         yield
         own = Span(name, TRAINING_LANE, self._seen, began, time.perf_counter())
-        load_and_wait = step.flight or ()  # none of a batch that came by no stream
+        load_and_wait = step.context or ()  # none of a batch that came by no stream
         self.clock.add(self._seen, step.batch.kind, [*load_and_wait[:1], own], load_and_wait[1:])
         self._seen += 1
 

@@ -113,7 +113,7 @@ def drop_in(
     rank: int, size: int, case: Scenario, placement: str, way: str, ddp: bool, **settings: object
 ) -> Outcome:
     """A user's loop over the batches of `case`; losses are of the global batch."""
-    CachedTables.shake = Shaker(rank)  # random delays at hand-overs
+    CachedTables.delay_hook = Shaker(rank)  # random delays at hand-overs
     of_ranks = {} if ddp else {"gradient_reduction": "sum"}
     ebc, ahead = collection(case, placement, way, **of_ranks, **settings)
     model = OfBatches(ebc, case)

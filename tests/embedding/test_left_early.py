@@ -132,11 +132,11 @@ def test_a_step_of_a_stopped_queue_is_not_waited_for() -> None:
     stream = iter(lookahead(batches(), ebc))
     next(stream)
     queue = stream._source.stream
-    flight = stream._plans[0]
-    flight.moved = False
+    context = stream._plans[0]
+    context.moved = False
     queue.request_stop()
     with pytest.raises(PlanError, match="stopped before step 0"):
-        queue.wait_for_rows(flight)
+        queue.wait_for_rows(context)
     stream.close()
     ebc.close()
 

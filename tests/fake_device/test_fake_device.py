@@ -142,7 +142,7 @@ def drop_in(call: dict[str, Any]) -> tuple[list[float], str, int]:
     using(call["kind"])
     device, losses = call["device"], []
     ebc = cached(tables=mixed_configs(), device=device, **call["settings"])
-    ebc.tables.engine.shake = Shaker(0)
+    ebc.tables.engine.delay_hook = Shaker(0)
     model = Pooled(ebc).to(device)
     dense = dense_optimizer(model)
     given = batches(15, tables=mixed_configs())

@@ -84,7 +84,7 @@ def sent(samples: int) -> tuple[float, float]:
     mode = make_mode(world, case, replace(settings, access="zero_copy"))
     batches, rows = [case.batch(step) for step in range(STEPS)], 0
     for step in mode.stream(iter(batches)):
-        rows += step.flight.plans[0].distinct
+        rows += step.context.plans[0].distinct
         mode.train_step(step)
     mode.close()
     close_world(world)

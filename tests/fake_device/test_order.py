@@ -78,7 +78,7 @@ def issued(call: dict[str, Any]) -> list[str]:
 
     for name, collective in plain.items():
         setattr(dist, name, spied(collective))
-    ebc.tables.engine.shake = Shaker(rank)
+    ebc.tables.engine.delay_hook = Shaker(rank)
     stream = [part(batch, rank, 2) for batch in batches(STEPS)]
     for step, batch in enumerate(lookahead(stream, ebc)):
         model.late = step % 3 == 0

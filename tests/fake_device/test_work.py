@@ -30,7 +30,7 @@ from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
 from distcache.engine.movement import Mover
 from distcache.engine.pipeline import SWITCH_S
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.layout import RowKind
 from distcache.optim import (
     dense_optimizer,
@@ -148,10 +148,10 @@ def handed_over(call: dict[str, Any]) -> list[bool]:
     case = replace(case_of("adagrad"), steps=8, empty_ranks=call["empty"])
     world, found, send = open_world("cuda", "gloo", 60), list[bool](), Mover._send
 
-    def sent(mover: Mover, flight: Flight) -> None:
-        send(mover, flight)
-        made = {id(tensor.memory) for tensor in flight.made}
-        for at in flight.where:
+    def sent(mover: Mover, context: StepContext) -> None:
+        send(mover, context)
+        made = {id(tensor.memory) for tensor in context.made}
+        for at in context.where:
             for tensor in (at.slots, at.fetch_slots, at.touched_rows, at.source_rows):
                 found.append(id(tensor.memory) in made)
 
@@ -199,7 +199,7 @@ def first_steps(call: dict[str, Any]) -> list[float]:
     mode.streams.timed_every = 1
     for step in mode.stream(case.batch(s, world.rank, 2) for s in range(case.steps)):
         mode.train_step(step)
-        found.append({span.name: span for span in step.flight.spans})
+        found.append({span.name: span for span in step.context.spans})
     mode.close()
     close_world(world)
     return [after["fill"].start - step["apply"].end for step, after in pairwise(found)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from distcache.comm.world import World, close_world, open_world
 from distcache.engine.groups import Placement, make_groups
 from distcache.engine.start import warm_blocks
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.engine.tables import all_of
 from distcache.errors import ConfigError, PlanError
 from distcache.parallel.cached import CachedSettings
@@ -28,12 +28,12 @@ STATE = {"sgd": lambda dim: 0, "rowwise_adagrad": lambda dim: 1, "adam": lambda 
 RUNS = [(kind, name) for kind in ("replicated", *KINDS) for name in STATE]
 
 
-def held(flight: Flight) -> dict[int, int]:
+def held(context: StepContext) -> dict[int, int]:
     """Bytes of a step's rows on the device, by where they lie: copies, gradients and sums."""
-    tensors: list[Tensor | None] = [*flight.sharded, *flight.leaves]
-    tensors += [leaf.grad for leaf in flight.leaves]
-    if flight.result is not None and flight.result.sums is not None:
-        tensors += all_of(flight.result.sums)
+    tensors: list[Tensor | None] = [*context.sharded, *context.leaves]
+    tensors += [leaf.grad for leaf in context.leaves]
+    if context.result is not None and context.result.sums is not None:
+        tensors += all_of(context.result.sums)
     parts = [t.untyped_storage() for t in tensors if t is not None]
     return {part.data_ptr(): part.nbytes() for part in parts if part.nbytes()}
 
@@ -51,17 +51,17 @@ def measure(rank: int, size: int) -> list[tuple]:
         mode, most = make_mode(world, replace(CASE, optimizer=spec, lr=lr), settings), []
         count = mode.tables.count
 
-        def counted(flight: Flight, mode=mode, most=most, count=count) -> None:
-            seen = held(flight)
+        def counted(context: StepContext, mode=mode, most=most, count=count) -> None:
+            seen = held(context)
             for ahead in list(mode.tables.stream._planned):
                 seen |= held(ahead) if ahead.moved else {}
             most.append(sum(seen.values()))
-            count(flight)
+            count(context)
 
         mode.tables.count = counted
         for step in mode.stream(CASE.batch(s, rank, size) for s in range(CASE.steps)):
             mode.train_step(step)
-            assert held(step.flight) == {}  # the next step has that memory
+            assert held(step.context) == {}  # the next step has that memory
         assert int(mode.applied) == CASE.steps
         regions, stateful, said = [], [], mode.summary()["embedding_device_bytes"]
         for rows in mode.rows:

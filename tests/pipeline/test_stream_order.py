@@ -92,9 +92,9 @@ def marks_of(world, **how: object) -> tuple[dict[int, Marks], dict[int, int]]:
     seen, after = {}, {}
     for step in mode.stream(case.batch(s, world.rank, world.size) for s in range(case.steps)):
         mode.train_step(step)
-        marks = [mark for mark in step.flight.marks if mark.name not in ON_HOST]
-        seen[step.flight.step] = {mark.name: mark for mark in marks}
-        after[step.flight.step] = step.flight.move_after
+        marks = [mark for mark in step.context.marks if mark.name not in ON_HOST]
+        seen[step.context.step] = {mark.name: mark for mark in marks}
+        after[step.context.step] = step.context.move_after
     mode.close()
     for number, at in seen.items():
         for one, other in pairwise(at):

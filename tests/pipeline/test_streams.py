@@ -373,7 +373,7 @@ def test_a_thread_beside_the_planner_reads_while_it_plans(world, count) -> None:
     plain, beside = exchange.exchange, []
 
     def exchanged(asking: Part | None, deciding: Part | None = None) -> Told:
-        if asking is not None and asking.flight is not None:
+        if asking is not None and asking.context is not None:
             with source.more:  # until the batch after this one is being read
                 more = source.more.wait_for(
                     lambda: source.reads > asking.step + 1, 30 if count > 1 else 0
@@ -416,7 +416,7 @@ def talk(world: World) -> tuple:
         return plain_exchange(asking, deciding)
 
     def taken_in(over: Talk, decide: bool) -> list:
-        if over.asking is not None and over.asking.flight is not None:
+        if over.asking is not None and over.asking.context is not None:
             following = over.asking.step + 1
             with more:
                 beside.append(more.wait_for(lambda: following in begun, 30))
@@ -544,15 +544,17 @@ def test_a_batch_that_does_not_come_holds_up_no_closing(world, monkeypatch) -> N
 
 def test_steps_are_let_go_of_whatever_the_schedule(world) -> None:
     for schedule in ("serial", "overlapped"):
-        mode, flights = make(world, schedule=schedule), []
+        mode, contexts = make(world, schedule=schedule), []
         for step in mode.stream(batches(world, range(9))):
             mode.train_step(step)
-            flights.append(weakref.ref(step.flight))
+            contexts.append(weakref.ref(step.context))
             if step.batch.index == 8:
                 gc.collect()
-                assert [flight() is None for flight in flights[:2]] == [True, True], schedule
+                assert [context() is None for context in contexts[:2]] == [True, True], schedule
         del step
-        assert not any(flight() for flight in flights), schedule  # nobody waits for the collector
+        assert not any(context() for context in contexts), (
+            schedule
+        )  # nobody waits for the collector
         mode.close()
 
 
@@ -592,7 +594,7 @@ def test_a_flush_in_the_middle_of_a_stream_changes_nothing(world: World) -> None
         assert np.array_equal(held, cache.slot_row), "rows moved during a flush"
         return dirty_slots()
 
-    mode.tables.shake, cache.dirty_slots = behind, dirty
+    mode.tables.delay_hook, cache.dirty_slots = behind, dirty
     losses = []
     for step in mode.stream(run.batch(s) for s in range(run.steps)):
         losses.append(mode.train_step(step).loss)
@@ -613,28 +615,28 @@ def held_up(world: World, prefetch: int) -> tuple[list[float], list[float], int]
     synced, ready = [threading.Event() for _ in range(64)], [threading.Event() for _ in range(64)]
     prepare, issue, land, sync = mover.prepare, mover.issue, mover.land, tables.start_sum
 
-    def prepared(flight, *how) -> None:
-        prepare(flight, *how)
-        ready[flight.step].set()
+    def prepared(context, *how) -> None:
+        prepare(context, *how)
+        ready[context.step].set()
 
-    def issued(flight, *how) -> None:
-        assert flight.gathered and flight.lookups  # nothing to do but to enqueue
-        issue(flight, *how)
+    def issued(context, *how) -> None:
+        assert context.gathered and context.lookups  # nothing to do but to enqueue
+        issue(context, *how)
 
-    def landed(flight, *how) -> None:
+    def landed(context, *how) -> None:
         """Not before the exchange of the step whose opening has let it go."""
-        before = flight.step - max(prefetch, 1)
+        before = context.step - max(prefetch, 1)
         assert before < 0 or synced[before].wait(30), "an exchange waits for what leaves"
-        land(flight, *how)
+        land(context, *how)
 
-    def exchanged(flight, *how):
-        synced[flight.step].set()
-        return sync(flight, *how)
+    def exchanged(context, *how):
+        synced[context.step].set()
+        return sync(context, *how)
 
     mover.prepare, mover.issue, mover.land, tables.start_sum = prepared, issued, landed, exchanged
     losses = []
     for step in mode.stream(run.batch(s, world.rank, world.size) for s in range(run.steps)):
-        number = step.flight.step
+        number = step.context.step
         if 0 < number < run.steps - prefetch:  # its rows may move once this step is opened
             assert ready[number + prefetch].wait(30), "what comes waits to be let go"
         losses.append(mode.train_step(step).loss)

@@ -192,7 +192,7 @@ def test_a_stream_out_of_order_and_a_sum_that_overflows_are_refused(world, tmp_p
     class Swapped(ToyParallel):
         def stream(self, batches):
             for step in super().stream(batches):
-                yield Step(replace(step.batch, index=1), step.flight)
+                yield Step(replace(step.batch, index=1), step.context)
 
     with pytest.raises(DistcacheError, match="step 1 where 0 is due"):
         toy_run(world, tmp_path, Swapped(world))
