@@ -179,7 +179,7 @@ class _Loop:
         # Copies read the tables of another collection. Tables are saved once, under the first name.
         first_names: dict[Any, str] = {}
         for name, collection in self._all_collections.items():
-            first_names.setdefault(collection._member, name)
+            first_names.setdefault(collection._lazy_tables, name)
         self._collections = {name: self._all_collections[name] for name in first_names.values()}
         if not self._collections:
             raise ConfigError("the model has no cached tables: torch.save is enough for it")
@@ -210,7 +210,7 @@ class _Loop:
         `limit_s` seconds, at most a collection's `timeout_s`.
         """
         collections = list(self._collections.values())
-        collections[0]._member.meet(caller, _ALL_RANKS, limit_s)
+        collections[0]._lazy_tables.meet(caller, _ALL_RANKS, limit_s)
         tables = [table for collection in collections for table in collection.tables.tables]
         nbytes = max_table_bytes((table.rows, table.dim) for table in tables)
         with library_words(), file_world(collections[0].tables.world, nbytes) as files:

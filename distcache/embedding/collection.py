@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from distcache.comm.link import agree_on, on_first, together
 from distcache.embedding.flag import make_flag
 from distcache.embedding.ids import IdReader, KeyedJaggedTensor, checked_configs, lookups_of
-from distcache.embedding.member import Membership
+from distcache.embedding.lazy_tables import LazyTables
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.optimizer import RowOptimizer, resolve_optimizer
 from distcache.embedding.settings import (
     CacheSettings,
+    CollectionConfig,
     NoUpdate,
-    Recipe,
     StepParameters,
     check_names,
     concrete_device,
@@ -41,7 +41,7 @@ from distcache.optim import by_table
 from distcache.store.table_files import Stored, find_weights, read_safetensors, write_tables
 
 if TYPE_CHECKING:
-    from distcache.embedding.stream import Epoch
+    from distcache.embedding.stream import LookaheadIterator
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class CachedCollection(nn.Module):
     _tables_key: ClassVar[str]
     """The name of the tables in a `state_dict`, before that of a table."""
 
-    _config: ClassVar[type]
+    _config_type: ClassVar[type]
     """What a table is described by."""
 
     _takes: ClassVar[type] = KeyedJaggedTensor
@@ -96,18 +96,18 @@ class CachedCollection(nn.Module):
             raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
         numbers = {key: v.item() for key, v in settings.items() if isinstance(v, np.generic)}
         chosen = CacheSettings(**settings | numbers)
-        configs, where = checked_configs(tables, self._config), concrete_device(device)
+        configs, where = checked_configs(tables, self._config_type), concrete_device(device)
         lookups = lookups_of(configs)
         keys = [self._key_of(spec.name) for spec in lookups.specs]
         updates = by_table(update, [spec.name for spec in lookups.specs])
         parts = (configs, lookups, updates, in_backward, chosen, where, name, self._pooled)
-        recipe = Recipe(*parts, StepParameters(keys, updates))
-        recipe.check_sizes()
-        recipe.show()
+        config = CollectionConfig(*parts, StepParameters(keys, updates))
+        config.check_sizes()
+        config.show()
         self.reader = IdReader(lookups, self._pooled)
         waits = device is None or where.type == "meta" or not lookups.specs
-        self._member = Membership(recipe, process_group, timeout_s, waits)
-        self.optimizer = RowOptimizer(self._member)
+        self._lazy_tables = LazyTables(config, process_group, timeout_s, waits)
+        self.optimizer = RowOptimizer(self._lazy_tables)
         self._frozen = set[str]()
         self._views: tuple[Mapping[str, Tensor], TableViews] | None = None
         self._dtype = chosen.dtype
@@ -122,20 +122,20 @@ class CachedCollection(nn.Module):
         return f"{self._tables_key}.{table}.weight"
 
     @property
-    def _recipe(self) -> Recipe:
-        return self._member.recipe
+    def _config(self) -> CollectionConfig:
+        return self._lazy_tables.config
 
     @property
     def tables(self) -> CollectionTables:
         """The tables; made now, by all ranks, if they are not there yet."""
         self._take_device()
-        self._member.trainable = self.trainable
-        return self._member.tables
+        self._lazy_tables.trainable = self.trainable
+        return self._lazy_tables.tables
 
     @property
     def device(self) -> torch.device:
         """Where the cache lies and the embeddings come out."""
-        return self._member.recipe.device
+        return self._lazy_tables.config.device
 
     def fused_optimizer(self) -> RowOptimizer:
         """The optimizer, by the name that it has in TorchRec's fused collections."""
@@ -144,7 +144,7 @@ class CachedCollection(nn.Module):
     def _table_views(self) -> nn.ModuleDict:
         """The tables by name, each with its `weight`; none of them among this module's own."""
         self._take_device()
-        weights = self._member.expose()
+        weights = self._lazy_tables.expose()
         if self._views is None or self._views[0] is not weights:
             self._views = weights, TableViews(weights)
         return self._views[1]
@@ -154,12 +154,12 @@ class CachedCollection(nn.Module):
         self._take_device()
         if self.device.type == "meta":
             return
-        if self._member.made is None:
-            self._member.draw()
+        if self._lazy_tables.made is None:
+            self._lazy_tables.draw()
             return
         views = self._table_views()
         with torch.no_grad():
-            for config in self._recipe.configs:
+            for config in self._config.configs:
                 if config.init_fn is not None:
                     config.init_fn(views[config.name].weight)
 
@@ -177,7 +177,7 @@ class CachedCollection(nn.Module):
         `weighted`: multiply rows by the weights that come with the ids.
         """
         reads_alone = self._only_reads
-        with self._member.forward(self._trains and not reads_alone):
+        with self._lazy_tables.forward(self._trains and not reads_alone):
             step, micro = self._open(features)
             weights = None
             if weighted:
@@ -210,21 +210,21 @@ class CachedCollection(nn.Module):
 
     def _find(
         self, tables: CollectionTables, features: KeyedJaggedTensor
-    ) -> tuple[Epoch | OpenStep, int] | None:
+    ) -> tuple[LookaheadIterator | OpenStep, int] | None:
         """The look-ahead whose next batch `features` is, or the step and the micro-batch that it is
         of. Raises PlanError in training where a look-ahead gave out another batch."""
         trains = self._trains and not self._only_reads
         for by_content in (False, trains):  # another batch may have the same ids
             for stream in tables.streams:
-                if stream.claims(features, by_content):
+                if stream.match(features, by_content):
                     return stream, 0
             for step, micro in tables.earlier.lookups():
                 read = step.reads[micro]
                 if read.is_of(features) and read.is_unchanged(features, self.reader.read):
                     return step, micro
         for stream in tables.streams:
-            if trains and stream.awaits:
-                raise stream.altered()
+            if trains and stream.outstanding:
+                raise stream.mismatch_error()
         return None
 
     # --- training ---------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class CachedCollection(nn.Module):
         self._frozen -= self._known(tables)
 
     def _known(self, names: Iterable[str]) -> set[str]:
-        known = [spec.name for spec in self._recipe.lookups.specs]
+        known = [spec.name for spec in self._config.lookups.specs]
         for name in names:
             if name not in known:
                 raise ConfigError(f"no table is named {name!r}: there are {', '.join(known)}")
@@ -272,14 +272,14 @@ class CachedCollection(nn.Module):
     def frozen(self) -> tuple[str, ...]:
         """The tables that the next step will leave as they are."""
         frozen = self._frozen_now()
-        return tuple(s.name for at, s in enumerate(self._recipe.lookups.specs) if at in frozen)
+        return tuple(s.name for at, s in enumerate(self._config.lookups.specs) if at in frozen)
 
     def _frozen_now(self) -> frozenset[int]:
         """The frozen tables by index: what a step is opened with."""
-        specs = self._recipe.lookups.specs
+        specs = self._config.lookups.specs
         if not (self._copied or (self,))[0].trainable.requires_grad:
             return frozenset(range(len(specs)))
-        frozen = self._frozen | self._member.frozen()
+        frozen = self._frozen | self._lazy_tables.frozen()
         named = [at for at, spec in enumerate(specs) if spec.name in frozen] if frozen else ()
         return frozenset(named)
 
@@ -354,7 +354,7 @@ class CachedCollection(nn.Module):
         sums = {name: hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in changed.items()}
         agree_on(tables.world, {"changed": sorted(sums.items())})
         self._known(changed)
-        for spec in self._recipe.lookups.specs:
+        for spec in self._config.lookups.specs:
             ids = changed.get(spec.name, np.empty(0, np.int64))
             if len(ids) and not 0 <= ids.min() <= ids.max() < spec.rows:
                 raise ConfigError(
@@ -408,7 +408,7 @@ class CachedCollection(nn.Module):
         nodes.
         """
         self._known([name])
-        specs = self._recipe.lookups.specs
+        specs = self._config.lookups.specs
         index = [spec.name for spec in specs].index(name)
         part = slice(None) if rows is None else rows
         try:
@@ -439,7 +439,7 @@ class CachedCollection(nn.Module):
     def close(self) -> None:
         """Stop planning and let go of the tables, of which a copy has none; safe to call twice."""
         if not self._copied:
-            self._member.close()
+            self._lazy_tables.close()
 
     # --- copies -----------------------------------------------------------------------------
 
@@ -451,11 +451,11 @@ class CachedCollection(nn.Module):
         """A module over the same tables, which reads what they are then, and trains nothing."""
         copied = type(self).__new__(type(self))
         own = vars(self) | {"_views": None, "_copied": ()}
-        shared = (own[name] for name in ("_member", "reader", "optimizer", "_frozen"))
+        shared = (own[name] for name in ("_lazy_tables", "reader", "optimizer", "_frozen"))
         memo.update({id(self): copied} | {id(one): one for one in shared})
         vars(copied).update(copy.deepcopy(own, memo), _copied=self._copied or (self,))
-        if not self._member.was_copied:
-            self._member.was_copied = True
+        if not self._lazy_tables.was_copied:
+            self._lazy_tables.was_copied = True
             log.warning(
                 "a copy of a %s has no tables of its own: it reads those of the first, which go on "
                 "training. To keep them as they are, use distcache.save, or copy its state_dict()",
@@ -466,7 +466,7 @@ class CachedCollection(nn.Module):
     @property
     def _only_reads(self) -> bool:
         """Whether nothing trains the tables through this module: a copy, or no optimizer."""
-        return bool(self._copied) or type(self._member.recipe.updates[0]) is NoUpdate
+        return bool(self._copied) or type(self._lazy_tables.config.updates[0]) is NoUpdate
 
     def _refuse_gradients(self, outputs: Sequence[Tensor]) -> None:
         """Let a backward pass raise that reaches outputs of a module that cannot train."""
@@ -474,13 +474,13 @@ class CachedCollection(nn.Module):
             return
 
         def refuse(gradient: Tensor) -> None:
-            with library_words(self._recipe):
+            with library_words(self._config):
                 raise self._reads_alone("be trained") if self._copied else NoUpdate().missing()
 
         if self._copied:
             is_frozen = not self.trainable.requires_grad
         else:
-            is_frozen = len(self._frozen_now()) == len(self._recipe.lookups.specs)
+            is_frozen = len(self._frozen_now()) == len(self._config.lookups.specs)
         if self._trains and not is_frozen:
             for values in outputs:
                 values.requires_grad_(True).register_hook(refuse)
@@ -539,7 +539,7 @@ class CachedCollection(nn.Module):
         wait for a gradient that this one never gets. A module around sees the empty one, because
         DDP would broadcast tables.
         """
-        weights = {} if self._copied else self._member.weights
+        weights = {} if self._copied else self._lazy_tables.weights
         if recurse and any(hasattr(own, "_in_backward_optimizers") for own in weights.values()):
             start = f"{prefix}." if prefix else ""
             yield from ((start + self._key_of(name), own) for name, own in weights.items())  # type: ignore[misc]
@@ -555,10 +555,10 @@ class CachedCollection(nn.Module):
     ) -> None:
         """Whole tables in original ids, after a flush, as views of the store (on several nodes
         copies, one on each); by all ranks."""
-        if self.is_aside or not self._recipe.lookups.specs:
+        if self.is_aside or not self._config.lookups.specs:
             return
         if self.device.type == "meta":
-            found = dict(self._member.expose())
+            found = dict(self._lazy_tables.expose())
         else:
             views = self.tables.views()
             found = {table.name: _alone(own) for table, (own, _) in views if own is not None}
@@ -580,7 +580,7 @@ class CachedCollection(nn.Module):
             return
         found: dict[int, Tensor] = {}
         expected = set()
-        for index, table in enumerate(self._recipe.lookups.specs):
+        for index, table in enumerate(self._config.lookups.specs):
             key = prefix + self._key_of(table.name)
             expected.add(key)
             value, want = state_dict.get(key), (table.rows, table.dim)
@@ -604,7 +604,7 @@ class CachedCollection(nn.Module):
         except NotImplementedError:  # 'meta' has no data that could be copied, nor is there any
             probe = fn(torch.empty(0, dtype=dtype, device="cpu"))
             self.trainable = make_flag("cpu").requires_grad_(self.trainable.requires_grad)
-        if probe.dtype != dtype or (probe.device != device and self._member.made is not None):
+        if probe.dtype != dtype or (probe.device != device and self._lazy_tables.made is not None):
             way = "with device=, or move it before its first use"
             way = "with dtype=" if probe.dtype != dtype else way
             raise ConfigError(
@@ -613,7 +613,7 @@ class CachedCollection(nn.Module):
             )
         super()._apply(fn, recurse)
         if self.trainable.device != device:
-            self._member.move(concrete_device(self.trainable.device))
+            self._lazy_tables.move(concrete_device(self.trainable.device))
         return self
 
     def _take_device(self) -> None:
@@ -621,7 +621,7 @@ class CachedCollection(nn.Module):
         'meta' do."""
         where = self.trainable.device
         if self.device.type == "meta" and where.type != "meta":
-            self._member.move(concrete_device(where))
+            self._lazy_tables.move(concrete_device(where))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise PlanError: the tables are shared memory that other ranks hold too."""
@@ -635,7 +635,7 @@ class CachedCollection(nn.Module):
         """One line for each table."""
         return "\n".join(
             f"({table.name}): {table.rows} x {table.dim}, {table.pooling}"
-            for table in self._recipe.lookups.specs
+            for table in self._config.lookups.specs
         )
 
 

@@ -76,12 +76,12 @@ def to_torchrec(
     sources: dict[int, TableSource] = {}
     for module in cached_modules:
         # Deep copies of a collection read the same tables.
-        if module._recipe.lookups.specs and id(module._member) not in sources:
-            sources[id(module._member)] = TableSource.of(module, target, dtype)
+        if module._config.lookups.specs and id(module._lazy_tables) not in sources:
+            sources[id(module._lazy_tables)] = TableSource.of(module, target, dtype)
     with torch.inference_mode(False), torch.no_grad():
         converted = _copy_model(model, cached_modules, stock_modules, list(sources.values()))
         for module, stock in zip(cached_modules, stock_modules, strict=True):
-            source = sources.get(id(module._member))
+            source = sources.get(id(module._lazy_tables))
             _attach(stock, target or module.device, source.weights if source else [])
             stock.train(module.training)
         return converted if target is None else converted.to(target)
@@ -109,7 +109,7 @@ class TableSource:
     ) -> TableSource:
         """Return the source of a module's tables, which are made now if this is their first use."""
         stored = [
-            spec.dtype or module._recipe.settings.dtype for spec in module._recipe.lookups.specs
+            spec.dtype or module._config.settings.dtype for spec in module._config.lookups.specs
         ]
         # A module of torch.nn computes in the dtype of its table, so the table keeps it.
         is_converted = dtype is not None and not isinstance(module, CachedModule)
@@ -278,7 +278,7 @@ def _make_stock_collection(module: CachedCollection, dtype: torch.dtype | None) 
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     _check_collection(module, dtype)
-    configs = [copy.copy(config) for config in module._recipe.configs]
+    configs = [copy.copy(config) for config in module._config.configs]
     init_fns = [config.init_fn for config in configs]
     for config in configs:
         config.feature_names = list(config.feature_names)
@@ -310,14 +310,14 @@ def _make_stock_collection(module: CachedCollection, dtype: torch.dtype | None) 
 def _check_collection(module: CachedCollection, dtype: torch.dtype | None) -> None:
     """Raise ConfigError for settings under which TorchRec's collection would not predict alike."""
     name = type(module).__name__
-    settings = module._recipe.settings
+    settings = module._config.settings
     if dtype is None and settings.dtype != torch.float32:
         raise ConfigError(
             f"to_torchrec: this {name} has dtype={settings.dtype}, and TorchRec's collections give "
             "float32: give dtype=torch.float32 to round the tables"
         )
     is_weighted = isinstance(module, CachedEmbeddingBagCollection) and module.is_weighted()
-    halves = [spec.name for spec in module._recipe.lookups.specs if spec.dtype in _HALVES]
+    halves = [spec.name for spec in module._config.lookups.specs if spec.dtype in _HALVES]
     if dtype is None and is_weighted and halves:
         raise ConfigError(
             f"to_torchrec: the tables {', '.join(halves)} are in half precision, and TorchRec's "

@@ -56,7 +56,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
     `gradient_reduction="mean"` (what DDP does for the dense part).
     """
 
-    _tables_key, _config = "embedding_bags", EmbeddingBagConfig
+    _tables_key, _config_type = "embedding_bags", EmbeddingBagConfig
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CachedEmbeddingBagCollection(CachedCollection, EmbeddingBagCollectionInter
         super().__init__()
         self._is_weighted = is_weighted
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
-        self._embedding_bag_configs: list[EmbeddingBagConfig] = self._recipe.configs
+        self._embedding_bag_configs: list[EmbeddingBagConfig] = self._config.configs
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs."""
@@ -169,7 +169,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
     TorchRec's, its tables may differ in width.
     """
 
-    _tables_key, _config, _pooled = "embeddings", EmbeddingConfig, False
+    _tables_key, _config_type, _pooled = "embeddings", EmbeddingConfig, False
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._need_indices = need_indices
         self._gather_select = use_gather_select, use_gather_select_per_sharding
         self._make(tables, device, optimizer, process_group, timeout_s, settings)
-        self._embedding_configs: list[EmbeddingConfig] = self._recipe.configs
+        self._embedding_configs: list[EmbeddingConfig] = self._config.configs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs."""
@@ -220,7 +220,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
 
     def embedding_dim(self) -> int:
         """The width of all tables, -1 without any; raises ConfigError where they differ."""
-        widths = sorted({config.embedding_dim for config in self._recipe.configs})
+        widths = sorted({config.embedding_dim for config in self._config.configs})
         if len(widths) > 1:
             raise ConfigError(f"embedding_dim(): the tables have several widths, {widths}")
         return widths[0] if widths else -1
@@ -228,7 +228,7 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
     def embedding_names_by_table(self) -> list[list[str]]:
         """The keys of the output, by table: `feature`, or `feature@table` for a shared feature."""
         pairs = list(zip(self.reader.lookups.names, self.reader.lookups.tables, strict=True))
-        places = range(len(self._recipe.configs))
+        places = range(len(self._config.configs))
         return [[name for name, table in pairs if table == at] for at in places]
 
     @torch.compiler.disable(reason=EAGER_ONLY)
@@ -243,10 +243,10 @@ class CachedEmbeddingCollection(CachedCollection, EmbeddingCollectionInterface):
         self._refuse_export()
         if self.device.type == "meta":
             return sequences_on_meta(self.reader.lookups, features, self._need_indices)
-        with self._member.forward(self._trains and not self._only_reads):
+        with self._lazy_tables.forward(self._trains and not self._only_reads):
             step, micro = self._open(features)
             rows = step.rows(micro, reads_alone=self._only_reads)
-        ids, device = step.reads[micro].ids, self._recipe.device
+        ids, device = step.reads[micro].ids, self._config.device
         self._refuse_gradients(rows)
         given, names = features.lengths_or_none(), self.reader.lookups.names
         dtype = torch.int64 if given is None else given.dtype

@@ -127,7 +127,7 @@ class OpenStep:
         for leaf in self.leaves:
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(after_accumulate)
-        self._tables.recipe.show(self.view.params)
+        self._tables.config.show(self.view.params)
 
     def _watch(self, micro: int, found: Sequence[Tensor]) -> None:
         """Learn when a backward pass goes through this lookup, if gradients are recorded."""
@@ -249,7 +249,7 @@ class OpenStep:
         self._forwarded.clear()
         self.backed.clear()
         if self._kept is not None:
-            self._tables.recipe.show()
+            self._tables.config.show()
 
     def _span(self, stage: Stage, end: float) -> None:
         span = Span(stage.name, TRAINING_LANE, self.context.step, self._began, end)

@@ -176,7 +176,7 @@ class CachedModule(CachedCollection):
     keywords it takes; `state_dict` has `weight`. Ids are read on the CPU: leave them there.
     """
 
-    _config, _takes = PlainTable, TensorIds
+    _config_type, _takes = PlainTable, TensorIds
 
     def _begin(self, table: PlainTable, given: dict[str, Any], ours: Sequence[Any]) -> None:
         """What `__init__` does after nn.Module's. `given`: what else torch.nn's has as attributes;
@@ -378,7 +378,7 @@ class CachedEmbedding(CachedModule):
         given, shape = TensorIds(input), (*input.shape, self.embedding_dim)
         if self.device.type == "meta":
             return torch.empty(shape, device="meta", dtype=self._table.dtype)
-        with self._member.forward(self._trains and not self._only_reads):
+        with self._lazy_tables.forward(self._trains and not self._only_reads):
             step, micro = self._open(given)
             (rows,) = step.rows(micro, self._only_reads)
         taken = step.reads[micro].taken

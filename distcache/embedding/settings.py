@@ -143,10 +143,10 @@ is, for where a rank's lie among those of all is not known."""
 
 
 class library_words:  # noqa: N801 - reads as `with library_words():`
-    """Errors of the parts below name the arguments of the library, and the module of `recipe`."""
+    """Errors of the parts below name the arguments of the library, and the module of `config`."""
 
-    def __init__(self, recipe: Recipe | None = None) -> None:
-        self._recipe = recipe
+    def __init__(self, config: CollectionConfig | None = None) -> None:
+        self._config = config
 
     def __enter__(self) -> None:
         pass
@@ -154,8 +154,8 @@ class library_words:  # noqa: N801 - reads as `with library_words():`
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, DistcacheError):
             error.reword(_NAMES)
-            if self._recipe is not None:
-                error.name_module(self._recipe.title)
+            if self._config is not None:
+                error.name_module(self._config.title)
 
 
 def concrete_device(device: torch.device | str | None) -> torch.device:
@@ -245,7 +245,7 @@ class StepParameters:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CollectionConfig:
     """All that a collection knows of its tables before its ranks: configs as TorchRec has them,
     lookups, the optimizer (of each table, where they differ), and settings; `name`: of the
     collection, for messages; `pooled`: whether bags come out, rather than the row of every id;

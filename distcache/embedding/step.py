@@ -27,7 +27,7 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
 from distcache.embedding.open_step import EarlierSteps, OpenStep
-from distcache.embedding.settings import Recipe, library_words
+from distcache.embedding.settings import CollectionConfig, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import RowChoice
@@ -47,7 +47,7 @@ from distcache.store.rows import RowStore
 from distcache.streams import COMPUTE, DeviceEvent
 
 if TYPE_CHECKING:
-    from distcache.embedding.stream import Epoch, Reader
+    from distcache.embedding.stream import BatchReader, LookaheadIterator
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +81,15 @@ class CollectionTables:
 
     Called by all ranks of `world` in the same order, but for what says otherwise. `counts`: steps
     applied to each table (one that is frozen does not count); `skipped`: steps that were left out
-    because their gradients were not finite. The parameters of the current step lie in the recipe's
-    `leaves`.
+    because their gradients were not finite. The parameters of the current step lie in the
+    configuration's `leaves`.
     """
 
     def __init__(
-        self, world: World, recipe: Recipe, initial: Sequence[Tensor] | None = None
+        self, world: World, config: CollectionConfig, initial: Sequence[Tensor] | None = None
     ) -> None:
         """`initial`: weights of the tables, `[rows, D]`, of which rank 0's count; None: by seed."""
-        lookups, self.settings = recipe.lookups, recipe.settings
+        lookups, self.settings = config.lookups, config.settings
         self.world, self.tables = world, list(lookups.specs)
         self._lookups = [self.tables[table] for table in lookups.tables]
         agree_on_versions(world)
@@ -99,28 +99,28 @@ class CollectionTables:
         self.earlier, self._host = EarlierSteps(self), host_link(world)
         # Around forward, autograd's hooks and `step`, and wherever else ranks wait for each other.
         store = world.store if world.size > 1 else None
-        self.reports = ErrorReports(store, world.rank, recipe.title)
+        self.reports = ErrorReports(store, world.rank, config.title)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[str, tuple[int, ...], Tensor, DeviceEvent]] = []
-        self._streams: list[weakref.ref[Epoch]] = []
-        self.leaving: list[Reader] = []
+        self._streams: list[weakref.ref[LookaheadIterator]] = []
+        self.leaving: list[BatchReader] = []
         """Behind look-aheads that nobody holds any more; may still be ending."""
         self._unrecorded: deque[StepContext] = deque()
         self._window_is_open = self.settings.lookahead == "auto"
         self._is_flushed = True
         """Whether the stores have every row as the last step left it."""
         self._exposed: list[TableRows] = []
-        self._begin(recipe, ())
-        self._initialise(recipe, initial)
+        self._begin(config, ())
+        self._initialise(config, initial)
 
-    def _begin(self, recipe: Recipe, stores: Sequence[RowStore]) -> None:
+    def _begin(self, config: CollectionConfig, stores: Sequence[RowStore]) -> None:
         """Make what trains the rows of `stores`, or of new ones."""
-        world, tables, settings, update = self.world, self.tables, self.settings, recipe.update
+        world, tables, settings, update = self.world, self.tables, self.settings, config.update
         # Statistics may lie elsewhere on each rank: what they say is compared, by the engine.
-        own: dict[str, Any] = {"the collection": recipe.name, "optimizer": update}
-        own |= {"optimizers": recipe.updates if len(recipe.updates) > 1 else None}
-        own |= {"the features": recipe.lookups.features, "in backward": recipe.in_backward}
+        own: dict[str, Any] = {"the collection": config.name, "optimizer": update}
+        own |= {"optimizers": config.updates if len(config.updates) > 1 else None}
+        own |= {"the features": config.lookups.features, "in backward": config.in_backward}
         own |= {"the order of tables": [table.name for table in tables]}
         own |= {f"table {table.name!r}": table for table in tables}
         own |= {f.name: getattr(settings, f.name) for f in fields(settings)}
@@ -128,9 +128,9 @@ class CollectionTables:
             del own[where]
         agree_on(world, own | {"device": world.device.type})
         features = [feature for table in tables for feature in table.features]
-        self.recipe = recipe
+        self.config = config
         with library_words():
-            slots, placement, popularity = recipe.decide_rows(world)
+            slots, placement, popularity = config.decide_rows(world)
             engine = TableSettings(
                 slots=slots,
                 lookahead=settings.window,
@@ -143,17 +143,17 @@ class CollectionTables:
                 schedule=settings.schedule,
                 placement=placement,
                 access=settings.store_access,
-                pooled=recipe.pooled,
+                pooled=config.pooled,
                 planner_threads=planner_threads("auto", world),
             )
             parts = (world, tables, features, update, engine)
-            rest = (popularity, self._checked, stores, recipe.updates)
+            rest = (popularity, self._checked, stores, config.updates)
             self.engine = CachedTables(*parts, *rest)
         self.whole = self.engine.whole_tables
         self.statistics = StepStatistics(self.engine)
         self.clock = self.statistics.clock
 
-    def _initialise(self, recipe: Recipe, drawn: Sequence[Tensor] | None) -> None:
+    def _initialise(self, config: CollectionConfig, drawn: Sequence[Tensor] | None) -> None:
         """Initial rows, where they are not those that stores have by themselves."""
         seed, world = self.settings.seed or 0, self.world
         for index, weight in enumerate(drawn or ()):
@@ -165,30 +165,30 @@ class CollectionTables:
                 "initial rows of the %s are distcache's, by seed=0: its tables take more than %s "
                 "(init='torch' draws them as TorchRec), or it was on 'meta' when it was made (then "
                 "reset_parameters() does)",
-                *(recipe.name, describe_bytes(DRAWN_BYTES)),
+                *(config.name, describe_bytes(DRAWN_BYTES)),
             )
 
         def change_all() -> None:  # once on each node
-            for index, config in enumerate([] if world.local_rank else recipe.configs):
-                change = initial_change(config, index, seed)
+            for index, table_config in enumerate([] if world.local_rank else config.configs):
+                change = initial_change(table_config, index, seed)
                 if change is not None:
                     self.whole.change_initial(index, seed, change)
 
         together(world, change_all)
 
     @torch.inference_mode(False)
-    def take_update(self, recipe: Recipe) -> None:
-        """From now on rows, which had no optimizer, are updated as `recipe` says, with new state;
+    def take_update(self, config: CollectionConfig) -> None:
+        """From now on rows, which had no optimizer, are updated as `config` says, with new state;
         between two steps."""
         self.let_go("giving them an optimizer")
         self.record_all()
         stores = self.engine.release()
         for store in stores:
-            width = recipe.update.state_width(store.layout.dim)
+            width = config.update.state_width(store.layout.dim)
             if width:
-                store.add_state(width, recipe.update.initial_state(store.layout.dim))
-        self._begin(recipe, stores)
-        self.recipe.show()
+                store.add_state(width, config.update.initial_state(store.layout.dim))
+        self._begin(config, stores)
+        self.config.show()
 
     @property
     def steps(self) -> int:
@@ -204,12 +204,12 @@ class CollectionTables:
     # --- plans ------------------------------------------------------------------------------
 
     @property
-    def streams(self) -> list[Epoch]:
+    def streams(self) -> list[LookaheadIterator]:
         """The look-aheads that are alive and have not ended, the latest first."""
         known = reversed(self._streams)
         return [one for ref in known if (one := ref()) is not None and not one.ended]
 
-    def start_stream(self, stream: Epoch, source: Reader) -> None:
+    def start_stream(self, stream: LookaheadIterator, source: BatchReader) -> None:
         """`stream` is about to plan ahead: the others halt, planning goes on from the device."""
         self.halt()
         alive = self.streams[::-1]
@@ -326,7 +326,7 @@ class CollectionTables:
         self._record(step.context)
         if step.recorded:
             self.earlier.add(step)
-            self.recipe.show()
+            self.config.show()
         else:
             step.close()
         self.current = None
@@ -356,7 +356,7 @@ class CollectionTables:
                 for gradient in all_of(sums):
                     gradient.mul_(1.0 / size)
             step.owners = [None] * len(engine.groups)
-            differ = len(self.recipe.parameters.groups) > 1
+            differ = len(self.config.parameters.groups) > 1
             for at, group in enumerate(engine.groups):
                 kinds = {(self.counts[table], table in step.frozen) for table in group.tables}
                 if step.trains[at] and (len(kinds) > 1 or (differ and len(group.tables) > 1)):
@@ -395,7 +395,7 @@ class CollectionTables:
 
     def summed(self) -> None:
         """The current step's gradients are summed: rows may be updated inside backward."""
-        if self.recipe.in_backward:
+        if self.config.in_backward:
             self.apply()
 
     @torch.no_grad()
@@ -425,7 +425,7 @@ class CollectionTables:
         engine, streams = self.engine, self.engine.streams
         kinds = [
             None if table in step.frozen else (update, self.counts[table] + 1)
-            for table, update in enumerate(self.recipe.parameters.updates(engine.update))
+            for table, update in enumerate(self.config.parameters.updates(engine.update))
         ]
         choices = [
             choices_of(owners, [kinds[table] for table in group.tables])

@@ -25,7 +25,7 @@ from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.ids import IdReader, ReadIds, as_batch, bytes_of
-from distcache.embedding.member import Membership
+from distcache.embedding.lazy_tables import LazyTables
 from distcache.embedding.open_step import OpenStep
 from distcache.embedding.settings import library_words
 from distcache.embedding.step import LEAVING_S, CollectionTables
@@ -63,7 +63,7 @@ def lookahead(
     first rank's ends. Each `iter()` starts an epoch, on all ranks together. Raises ConfigError for
     a wrong argument, and what goes wrong with a batch (DataError, StepTooLargeError) at its turn.
     """
-    if isinstance(batches, Lookahead | Epoch):
+    if isinstance(batches, Lookahead | LookaheadIterator):
         raise ConfigError(
             "a look-ahead cannot read another look-ahead, whose batches are planned for the loop: "
             "give all collections to one, lookahead(batches, [ebc, other])"
@@ -75,11 +75,11 @@ def lookahead(
         if collection.reader.is_remapped:
             raise ConfigError(
                 f"lookahead reads ids before TorchRec's managed collisions map them to rows of "
-                f"{collection._recipe.title}: leave lookahead out"
+                f"{collection._config.title}: leave lookahead out"
             )
     finders = _finders(ids, found)
 
-    own = [(own._member, own.reader, finders[own] or own.reader.find) for own in found]
+    own = [(own._lazy_tables, own.reader, finders[own] or own.reader.find) for own in found]
     return Lookahead(batches, own, accumulate)
 
 
@@ -96,8 +96,8 @@ def _collections(ebc: Any) -> list[CachedCollection]:
             "CachedEmbeddingCollection, CachedEmbeddingBag or CachedEmbedding, a list of such, or "
             f"a module that has some, got {type(ebc).__name__}"
         )
-    firsts = {own._member: own for own in found if not own._copied}  # copies read the same
-    return list({own._member: firsts.get(own._member, own) for own in found}.values())
+    firsts = {own._lazy_tables: own for own in found if not own._copied}  # copies read the same
+    return list({own._lazy_tables: firsts.get(own._lazy_tables, own) for own in found}.values())
 
 
 def _finders(ids: Any, found: Sequence[CachedCollection]) -> dict[CachedCollection, Any]:
@@ -105,30 +105,30 @@ def _finders(ids: Any, found: Sequence[CachedCollection]) -> dict[CachedCollecti
     Raises ConfigError for what is given for another module."""
     if not isinstance(ids, Mapping):
         return dict.fromkeys(found, ids)
-    by_member = {getattr(own, "_member", own): one for own, one in ids.items()}
+    by_member = {getattr(own, "_lazy_tables", own): one for own, one in ids.items()}
     for own in ids:
         known = isinstance(own, CachedCollection) and own.reader.lookups.specs
-        if not known or own._member not in {one._member for one in found}:
+        if not known or own._lazy_tables not in {one._lazy_tables for one in found}:
             raise ConfigError(
                 f"ids={{...}} has a {type(own).__name__} which is none of the collections that are "
                 "read ahead: give functions by CachedEmbeddingBagCollection, CachedEmbedding ... "
                 "that lookahead was given, or that are in its module"
             )
-    return {own: by_member.get(own._member) for own in found}
+    return {own: by_member.get(own._lazy_tables) for own in found}
 
 
 # -----------------------------------------------------------------------------
 # The batches that a planner has read, and its threads. They know no epoch: dropping that ends them.
 
 
-class Kept(NamedTuple):
+class PlanBatches(NamedTuple):
     """The batches of one plan, kept until the step after it is open."""
 
     batches: list[Any]
     reads: list[ReadIds]
 
 
-class Reader(Generic[T]):
+class BatchReader(Generic[T]):
     """The user's batches as the planner reads them, from its thread, and the pipeline's threads,
     which may be halted and started again, from batches that were kept.
 
@@ -147,7 +147,7 @@ class Reader(Generic[T]):
         self.reader, self._find, self._accumulate = reader, find, accumulate
         self._next = 0
         self._error: Exception | None = None
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, PlanBatches] = {}
         self.exhausted = False
         self.timeout_s = STOP_S
         self.stream: StepStream | None = None
@@ -177,7 +177,7 @@ class Reader(Generic[T]):
             if not batches:
                 self.exhausted = True
                 raise StopIteration
-            ahead = self.kept[self._next] = Kept(batches, reads)
+            ahead = self.kept[self._next] = PlanBatches(batches, reads)
         self._next += 1
         return as_batch(ahead.reads, self._next - 1)
 
@@ -227,7 +227,7 @@ class Reader(Generic[T]):
                 stream.request_stop()
             self._closed.set()
 
-    def leave(self, leaving: list[Reader]) -> None:
+    def leave(self, leaving: list[BatchReader]) -> None:
         """Close as nobody holds the look-ahead; ranks that left it at the same step end here.
 
         One that left it with an error, which a finalizer cannot see, has nobody to end with: after
@@ -299,13 +299,13 @@ class Lookahead(Generic[T]):
     def __init__(
         self,
         batches: Iterable[T],
-        collections: list[tuple[Membership, IdReader, Callable[[T], Any]]],
+        collections: list[tuple[LazyTables, IdReader, Callable[[T], Any]]],
         accumulate: int,
     ) -> None:
-        """`collections`: of each its membership, what reads its ids, and what finds them in a
+        """`collections`: for each its tables, the reader of its ids, and what finds them in a
         batch; nothing here holds the collections themselves."""
         self._batches, self._collections, self._accumulate = batches, collections, accumulate
-        self._epochs: list[Epoch[T]] = []
+        self._epochs: list[LookaheadIterator[T]] = []
         self._current: Iterator[T] | None = None
         self._had_batches = self._warned = False
 
@@ -333,8 +333,10 @@ class Lookahead(Generic[T]):
         count = len(self._collections)
         parts = _shared(self._batches, count) if several else [self._batches]
         self._epochs = [
-            Epoch(Reader(part, *how, self._accumulate), member, self._had_batches)
-            for part, (member, *how) in zip(parts, self._collections, strict=True)
+            LookaheadIterator(
+                BatchReader(part, *how, self._accumulate), lazy_tables, self._had_batches
+            )
+            for part, (lazy_tables, *how) in zip(parts, self._collections, strict=True)
         ]
         self._current = _in_step(self._epochs) if several else self._epochs[0]
         return self._current
@@ -379,7 +381,7 @@ def _shared(batches: Iterable[T], readers: int) -> list[Iterator[T]]:
     return [read(own) for own in itertools.tee(told(), readers)]
 
 
-def _in_step(epochs: list[Epoch[T]]) -> Iterator[T]:
+def _in_step(epochs: list[LookaheadIterator[T]]) -> Iterator[T]:
     """The batches of all epochs. It does not hold who has it: to drop that ends them."""
     while True:
         batches = [batch for epoch in epochs for batch in itertools.islice(epoch, 1)]
@@ -388,14 +390,14 @@ def _in_step(epochs: list[Epoch[T]]) -> Iterator[T]:
         yield batches[0]
 
 
-class Epoch(Generic[T]):
+class LookaheadIterator(Generic[T]):
     """An iterator over the batches of one epoch of a look-ahead."""
 
-    def __init__(self, source: Reader[T], member: Membership, follows: bool) -> None:
+    def __init__(self, source: BatchReader[T], lazy_tables: LazyTables, follows: bool) -> None:
         """`follows`: an epoch that had batches, so that one without any is an error."""
-        self._member, self._source = member, source
+        self._lazy_tables, self._source = lazy_tables, source
         self._follows, self._replaced = follows, False
-        weakref.finalize(self, source.leave, member.tables.leaving).atexit = False
+        weakref.finalize(self, source.leave, lazy_tables.tables.leaving).atexit = False
         self._plans: dict[int, StepContext] = {}
         self._opened = -1
         self._step: weakref.ref[OpenStep] | None = None
@@ -406,7 +408,7 @@ class Epoch(Generic[T]):
         self.count = 0
         """Batches given out."""
 
-    def __iter__(self) -> Epoch[T]:
+    def __iter__(self) -> LookaheadIterator[T]:
         return self
 
     def __next__(self) -> T:
@@ -444,7 +446,7 @@ class Epoch(Generic[T]):
         """
         # A loop that counts need not have asked whether a batch is left.
         gave_all = self._source.exhausted and self._yielded[0] not in self._source.kept
-        left = not self._replaced and (self.awaits or not (self.exhausted or gave_all))
+        left = not self._replaced and (self.outstanding or not (self.exhausted or gave_all))
         self._source.halt()
         self.close()
         self._replaced = True
@@ -453,7 +455,7 @@ class Epoch(Generic[T]):
     # --- the collection's side --------------------------------------------------------------
 
     @property
-    def awaits(self) -> bool:
+    def outstanding(self) -> bool:
         """Whether a batch was given out that has not come through the model."""
         return bool(self._pending)
 
@@ -462,7 +464,7 @@ class Epoch(Generic[T]):
         """Whether nothing more will come of it."""
         return self.exhausted and not self._pending
 
-    def claims(self, features: KeyedJaggedTensor, by_content: bool) -> bool:
+    def match(self, features: KeyedJaggedTensor, by_content: bool) -> bool:
         """Whether `features` is the next batch that should come, or of its plan.
 
         `by_content`: also a batch that was built anew with the same ids. Raises PlanError for a
@@ -483,7 +485,7 @@ class Epoch(Generic[T]):
                     "them)"
                 )
             if not read.is_unchanged(features, self._source.reader.read):
-                raise self.altered(place[0])
+                raise self.mismatch_error(place[0])
             self._pending.remove(place)
             self._pending.appendleft(place)
             return True
@@ -512,7 +514,7 @@ class Epoch(Generic[T]):
         self._pending.popleft()
         return step, micro
 
-    def altered(self, position: int | None = None) -> PlanError:
+    def mismatch_error(self, position: int | None = None) -> PlanError:
         """The error for a batch that is none of those given out, or not as that of `position`."""
         position = self._pending[0][0] if position is None else position
         return PlanError(
@@ -528,7 +530,7 @@ class Epoch(Generic[T]):
         """Wait until plan `position` is made; False if the batches end before."""
         if position in self._plans and not self._is_stopping():
             return True
-        with self._member.report_errors():
+        with self._lazy_tables.report_errors():
             return self._wait_for_plan(position)
 
     def _is_stopping(self) -> bool:
@@ -541,11 +543,11 @@ class Epoch(Generic[T]):
         if self._is_stopping():
             self.halt()
         if source.stream is None:
-            tables = self._member.tables
+            tables = self._lazy_tables.tables
             tables.start_stream(self, source)
             source.start(tables.engine)
         try:
-            with library_words(self._member.recipe):
+            with library_words(self._lazy_tables.config):
                 while position not in self._plans:
                     context = None if source.stream is None else next(source.stream, None)
                     if context is None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distcache.embedding.ids import PlainTable
-from distcache.embedding.settings import Recipe
+from distcache.embedding.settings import CollectionConfig
 from distcache.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -30,32 +30,37 @@ torch's generator, as TorchRec's does; drawing takes about a second there, and g
 
 @torch.no_grad()
 def draw_weights(
-    recipe: Recipe, before: Sequence[Tensor] | None = None, again: bool = False
+    config: CollectionConfig, before: Sequence[Tensor] | None = None, again: bool = False
 ) -> list[Tensor] | None:
     """Each table's initial weights, float32 or halves `[rows, D]` on the CPU, as TorchRec's class
-    draws them on the recipe's device; None where they come otherwise.
+    draws them on the device of `config`; None where they come otherwise.
 
     TorchRec makes `nn.Embedding`s or `nn.EmbeddingBag`s, which draw from a normal distribution, and
     then lets each config's `init_fn` fill the weights: table by table, or, if bags come out, after
     all are made. `again`: as `reset_parameters`, by the `init_fn`s alone, of the weights `before`.
     """
-    how, itemsize = recipe.settings, torch.float32.itemsize
-    size = sum(spec.rows * spec.width(itemsize) for spec in recipe.lookups.specs) * itemsize
+    how, itemsize = config.settings, torch.float32.itemsize
+    size = sum(spec.rows * spec.width(itemsize) for spec in config.lookups.specs) * itemsize
     by_itself = how.init == "auto" and how.seed is None and size <= DRAWN_BYTES
-    if recipe.device.type == "meta" or not (how.init == "torch" or by_itself):
+    if config.device.type == "meta" or not (how.init == "torch" or by_itself):
         return None
     found: list[Tensor] = []
-    for at, (spec, config) in enumerate(zip(recipe.lookups.specs, recipe.configs, strict=True)):
-        dtype, size = spec.dtype or getattr(config, "dtype", torch.float32), (spec.rows, spec.dim)
-        own = before[at] if before else torch.empty(size, dtype=dtype, device=recipe.device)
-        found.append(own.to(recipe.device))
-        if not (again or isinstance(config, PlainTable)):
+    for at, (spec, table_config) in enumerate(
+        zip(config.lookups.specs, config.configs, strict=True)
+    ):
+        dtype, size = (
+            spec.dtype or getattr(table_config, "dtype", torch.float32),
+            (spec.rows, spec.dim),
+        )
+        own = before[at] if before else torch.empty(size, dtype=dtype, device=config.device)
+        found.append(own.to(config.device))
+        if not (again or isinstance(table_config, PlainTable)):
             nn.init.normal_(found[-1])
-        if not recipe.pooled and config.init_fn is not None:
-            config.init_fn(found[-1])
-    for weight, config in zip(found, recipe.configs, strict=True):
-        if recipe.pooled and config.init_fn is not None:
-            config.init_fn(weight)
+        if not config.pooled and table_config.init_fn is not None:
+            table_config.init_fn(found[-1])
+    for weight, table_config in zip(found, config.configs, strict=True):
+        if config.pooled and table_config.init_fn is not None:
+            table_config.init_fn(weight)
     return [weight.cpu() for weight in found]
 
 

@@ -594,7 +594,7 @@ def test_a_collection_used_alone_does_not_train_with_others() -> None:
 
 def test_there_is_no_store_before_the_first_use() -> None:
     huge = cached("sgd", configs()[:1])
-    assert huge._member.made is None and huge.optimizer.param_groups[0]["lr"] == 0.1
+    assert huge._lazy_tables.made is None and huge.optimizer.param_groups[0]["lr"] == 0.1
     assert [tuple(leaf.shape) for leaf in huge.optimizer.param_groups[0]["params"]] == [(0, 8)]
     assert "400 x 8" in repr(huge) and huge.to("cpu") is huge
     huge.optimizer.zero_grad()

@@ -27,12 +27,12 @@ from distcache.comm.world import current_world, require_group
 from distcache.embedding import step
 from distcache.embedding.ids import PlainTable
 from distcache.embedding.optimizer import convert_optimizer, read_in_backward_optimizer
-from distcache.embedding.settings import NoUpdate, Recipe
+from distcache.embedding.settings import CollectionConfig, NoUpdate
 from distcache.embedding.step import CollectionTables
 from distcache.embedding.weights import draw_weights
 from distcache.errors import ConfigError, PlanError
 
-_waiting: list[weakref.ref[Membership]] = []
+_waiting: list[weakref.ref[LazyTables]] = []
 """Those that have no tables yet, in the order in which they were made."""
 
 _making = threading.RLock()
@@ -41,24 +41,24 @@ _making = threading.RLock()
 _FIRST_USE = "a forward, a look-ahead, state_dict, load_state_dict, a table's weight"
 
 
-class Membership:
+class LazyTables:
     """Who trains the tables of a collection, and `made`, the tables once that is known.
 
     Where torch.distributed is initialised and a device was given they are made at once, by all
     ranks of the group; otherwise at the first use, by all ranks that there are then, or by this
     process alone. It does not hold the collection, so that one that nobody uses is gone at the
-    same time on all ranks. `recipe`: what is known of them, by now.
+    same time on all ranks. `config`: what is known of them, by now.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        config: CollectionConfig,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         waits: bool,
     ) -> None:
         """`waits`: for the first use, whatever ranks there are."""
-        self.recipe, self._process_group, self._timeout_s = recipe, process_group, timeout_s
+        self.config, self._process_group, self._timeout_s = config, process_group, timeout_s
         self.made: CollectionTables | None = None
         self.weights: dict[str, Tensor] = {}
         """The tables as parameters, once they were asked for; see `expose`."""
@@ -71,7 +71,7 @@ class Membership:
         its parameters attaches an optimizer."""
         self._forward_lock = threading.RLock()
         self._training_thread = 0
-        self._initial = draw_weights(recipe)
+        self._initial = draw_weights(config)
         if not waits and (process_group is not None or dist.is_initialized()):
             self._join()
         else:
@@ -94,7 +94,7 @@ class Membership:
 
     def _make_tables(self) -> CollectionTables:
         """Return the tables as `tables` does, while `_making` is held."""
-        name = self.recipe.title
+        name = self.config.title
         if self._closed:
             raise PlanError(f"{name} is closed: make a new one")
         if self.weights or self._has_attached():
@@ -107,12 +107,12 @@ class Membership:
             if dist.is_initialized():
                 gc.collect()  # those that nobody holds any more are gone on all ranks alike
             for own in list(_waiting):
-                member = own()
-                if member is not None and member._is_without_rows:
+                lazy_tables = own()
+                if lazy_tables is not None and lazy_tables._is_without_rows:
                     continue  # it may have some later
                 _waiting.remove(own)
-                if member is not None and not (member._closed or member.made):
-                    member._join()
+                if lazy_tables is not None and not (lazy_tables._closed or lazy_tables.made):
+                    lazy_tables._join()
         elif self.made and self._alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"{name} was used before init_process_group and trains alone, but now there "
@@ -136,27 +136,27 @@ class Membership:
             meet(store, *place, limit_s, asked, way_out)
 
     def _require_tables(self) -> None:
-        if not self.recipe.lookups.specs:
-            raise ConfigError(f"{self.recipe.title} has no tables (tables=[])")
+        if not self.config.lookups.specs:
+            raise ConfigError(f"{self.config.title} has no tables (tables=[])")
         if self._is_without_rows:
             raise ConfigError(
-                f"{self.recipe.title} lies on 'meta', without rows: give it a device first, by "
+                f"{self.config.title} lies on 'meta', without rows: give it a device first, by "
                 ".to(device) or to_empty(device=...)"
             )
 
     @property
     def _is_without_rows(self) -> bool:
         """Whether there are no tables to make: none at all, or none yet, on 'meta'."""
-        return self.recipe.device.type == "meta" or not self.recipe.lookups.specs
+        return self.config.device.type == "meta" or not self.config.lookups.specs
 
     def _join(self) -> None:
         """Make the tables; by all ranks of the group."""
         self._alone = not dist.is_initialized()
         try:
-            world = current_world(self.recipe.device, self._process_group, self._timeout_s)
+            world = current_world(self.config.device, self._process_group, self._timeout_s)
             with torch.inference_mode(False):  # the first use may be an evaluation
-                self.made = CollectionTables(world, self.recipe, self._initial)
-            for table in self.recipe.configs:
+                self.made = CollectionTables(world, self.config, self._initial)
+            for table in self.config.configs:
                 if isinstance(table, PlainTable):
                     table.given = None  # the rows have them
         except Exception as error:
@@ -210,20 +210,20 @@ class Membership:
 
     def _several_threads(self, state: str) -> PlanError:
         return PlanError(
-            f"forward of {self.recipe.title} in thread {threading.current_thread().name} while "
+            f"forward of {self.config.title} in thread {threading.current_thread().name} while "
             f"another thread {state}: train from one thread. Evaluation in several threads needs "
             "eval() and torch.no_grad(), and a process without other ranks"
         )
 
     def move(self, device: torch.device) -> None:
         """Let the tables, which are not made, lie there."""
-        self.recipe = replace(self.recipe, device=device)
-        self.recipe.show()
+        self.config = replace(self.config, device=device)
+        self.config.show()
 
     def draw(self) -> None:
         """Draw the initial weights of tables that are not made from torch's generator once more,
         as `reset_parameters` does."""
-        self._initial = draw_weights(self.recipe, self._initial, again=True)
+        self._initial = draw_weights(self.config, self._initial, again=True)
 
     def close(self) -> None:
         """Let go of the tables, or of the wish to have any."""
@@ -235,12 +235,12 @@ class Membership:
 
     def expose(self) -> Mapping[str, Tensor]:
         """The tables as parameters, always the same, on `meta` those without rows; by all ranks."""
-        specs, known = self.recipe.lookups.specs, self.weights
-        on_meta = self.recipe.device.type == "meta"
+        specs, known = self.config.lookups.specs, self.weights
+        on_meta = self.config.device.type == "meta"
         if known and all(weight.is_meta == on_meta for weight in known.values()):
             return known
         if on_meta:
-            other = self.recipe.settings.dtype
+            other = self.config.settings.dtype
             sizes = ((spec.rows, spec.dim, spec.dtype or other) for spec in specs)
             made = [torch.empty(*size, dtype=own, device="meta") for *size, own in sizes]
             made = [nn.Parameter(empty) for empty in made]
@@ -270,22 +270,22 @@ class Membership:
         if self._has_attached():
             holders = {n: w for n, w in holders.items() if "_optimizer_classes" in vars(w)}
             holders["all tables"] = self.trainable
-        has_none = isinstance(self.recipe.update, NoUpdate)
+        has_none = isinstance(self.config.update, NoUpdate)
         found = read_in_backward_optimizer(holders, allow_some=not has_none)
         if found is None or found == self._adopted:
             return
         if not has_none:
             raise ConfigError(
-                f"the tables of {self.recipe.title} were given {found[0].__name__} in "
-                f"backward, but have {self.recipe.update}: leave out one of them"
+                f"the tables of {self.config.title} were given {found[0].__name__} in "
+                f"backward, but have {self.config.update}: leave out one of them"
             )
-        update, parameters = convert_optimizer(*found), self.recipe.parameters
+        update, parameters = convert_optimizer(*found), self.config.parameters
         self._adopted = found
-        self.recipe = replace(self.recipe, updates=[update], in_backward=True)
+        self.config = replace(self.config, updates=[update], in_backward=True)
         parameters.take([update])
         for holder in holders.values():
             for optimizer in vars(holder).get("_in_backward_optimizers", ()):
                 optimizer.param_groups = parameters.groups  # its rate is the rows'
                 vars(optimizer).pop("state", None)  # as large as the table, and of no use
         if self.made is not None:
-            self.made.take_update(self.recipe)
+            self.made.take_update(self.config)
