@@ -1,1 +1,1 @@
-"""What the package costs, measured: run from a checkout, `python -m benchmarks.step` and others."""
+"""Benchmarks of the package: run from a checkout, for example `python -m benchmarks.step`."""

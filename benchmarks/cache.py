@@ -1,255 +1,274 @@
-"""Milliseconds per step of cached tables at the setting of DynamicEmb's published benchmark:
+"""Milliseconds per step of cached tables in the setting of DynamicEmb's published benchmark:
 `python -m benchmarks.cache`.
 
 Ten tables, one id per bag, power-law ids, no dense part: forward, backward from a fixed gradient,
-and update. Cached variants are `CachedEmbeddingBagCollection` under `distcache.lookahead`, one
-after the other over the same batches and the same tables in host memory. Every batch is a new one,
-drawn before the first step. Each result is printed, and appended to the report, once it is there.
+and update. The cached variants are `CachedEmbeddingBagCollection` under `distcache.lookahead`, one
+after the other over the same batches, which are drawn before the first step. Each result is also
+printed at once, because a time limit may end the run.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from itertools import product
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from benchmarks.cache_variants import Bag, Cached, CacheOptions, KeptStores, draw_bank
-from benchmarks.report import Bench, Column, Record, Section, of_kind, pivoted, run_bench
-from benchmarks.stream import union
-from benchmarks.turns import shown, spread
+import distcache
+from benchmarks.modes import RowCounts
+from benchmarks.report import (
+    Bench,
+    Column,
+    Record,
+    Section,
+    option,
+    pivot,
+    show_spread,
+    spread,
+)
+from benchmarks.turns import device_work
+from distcache.engine.step import Flight
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.benchmarks.cache")
 
-_SLACK = 1.03
-"""Slots per distinct row of a step below which it may not fit: parts of a cache fill unevenly."""
+ACCESSES = ("staged", "zero_copy")
+BATCHES_AHEAD = 80
+"""Batches that the largest look-ahead and its threads hold at most."""
 
 
-def run_variant(
-    options: CacheOptions, device: torch.device, name: str, make: Callable[[], Any]
-) -> Record:
-    """Warm up one variant, time its blocks, then trace and profile further steps."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    own = make()
-    record: Record = {"kind": "variant", "mode": name, "setup_s": time.perf_counter() - began}
+@dataclass(frozen=True)
+class CacheOptions:
+    """Keys of the command line."""
 
-    def go(steps: int) -> float:
-        """Run some steps; the time at which the device has done them."""
+    rows: int = option(25_600_000, "rows of each table", minimum=2)
+    tables: int = option(10, "tables, all of one width", minimum=1)
+    width: int = option(128, "width of every table", minimum=1)
+    batch: int = option(104_857, "samples of a step: ids of each table", minimum=1)
+    zipf: float = option(1.05, "exponent of the power law, not 1", minimum=0)
+    optimizer: str = option("sgd", "update of the rows", choices=("sgd", "adam"))
+    access: tuple[str, ...] = option(ACCESSES, "access to host memory", choices=ACCESSES)
+    slots: tuple[str, ...] = option(
+        ("4000000",), "sizes of the cache in rows of all tables; 1.1x: times a step's distinct rows"
+    )
+    lookahead: str = option("auto", "steps that the planner sees ahead")
+    steps: int = option(20, "steps of a timed block", minimum=1)
+    blocks: int = option(3, "timed blocks of each variant, without a pause", minimum=1)
+    warmup: int = option(100, "steps before the first block", minimum=1)
+    profiled: int = option(5, "steps under torch's profiler, at the end (CUDA)", minimum=1)
+    device: str = option("auto", "cpu, cuda or auto", choices=("auto", "cpu", "cuda"))
+    out: str = option("", "the report, a .md file; JSON lines go beside it")
+
+    @property
+    def batches(self) -> int:
+        """Batches that a variant takes from the stream."""
+        return self.warmup + self.blocks * self.steps + self.profiled + BATCHES_AHEAD
+
+
+def draw_ids(options: CacheOptions, step: int) -> np.ndarray:
+    """Draw the ids of one step, int64 `[tables, batch]`.
+
+    The density x^-a on [1, rows + 1) is inverted in closed form; row k has the mass of [k, k + 1).
+    At 25.6 M rows that gives the published number of distinct ids to 0.3 %; the discrete law gives
+    5 % fewer. An affine bijection scatters popular ids, differently in each table.
+    """
+    rows = options.rows
+    power = 1.0 - options.zipf
+    rng = np.random.Generator(np.random.SFC64([7, step]))
+    uniform = rng.random((options.tables, options.batch))
+    values = np.exp(np.log1p(uniform * math.expm1(power * math.log(rows + 1))) / power)
+    ids = np.clip(values.astype(np.int64) - 1, 0, rows - 1)  # rounding may leave the range by one
+    multiplier = int(0.6180339887 * rows) | 1
+    while math.gcd(multiplier, rows) != 1:
+        multiplier += 2
+    shift = (np.arange(options.tables) * (rows // options.tables + 1))[:, None]
+    return (ids * multiplier + shift) % rows
+
+
+def draw_batches(options: CacheOptions) -> tuple[list[np.ndarray], Record]:
+    """Draw all batches; return them with the record of their numbers of distinct ids."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        batches = list(pool.map(partial(draw_ids, options), range(options.batches)))
+    sample = batches[:: max(1, len(batches) // 8)]
+    distinct = [sum(len(np.unique(row)) for row in ids) for ids in sample]
+    ids = options.tables * options.batch
+    record = {"kind": "stream", "ids": ids, "distinct": float(np.mean(distinct))}
+    return batches, record | {"distinct_most": max(distinct), "batches": len(batches)}
+
+
+def slot_count(text: str, distinct_most: int) -> int:
+    """Return a size of the cache in rows; raise ConfigError for text that is no size."""
+    try:
+        if text.endswith("x"):
+            return int(float(text[:-1]) * distinct_most)
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"slots={text} is neither a number of rows nor like 1.1x") from error
+
+
+class CachedVariant:
+    """The drop-in collection under its look-ahead, with one access and one size of the cache."""
+
+    def __init__(
+        self, options: CacheOptions, batches: Sequence[np.ndarray], variant: tuple[str, int, str]
+    ) -> None:
+        """Build the collection; `variant` is access, slots and device."""
+        access, slots, device = variant
+        names = [f"t{table}" for table in range(options.tables)]
+        configs = [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=options.rows,
+                embedding_dim=options.width,
+                feature_names=[name],
+            )
+            for name in names
+        ]
+        update = {"sgd": distcache.optim.SGD, "adam": distcache.optim.Adam}[options.optimizer]
+        lookahead = options.lookahead
+        self.ebc = distcache.CachedEmbeddingBagCollection(
+            configs,
+            device=torch.device(device),
+            optimizer=update(lr=1e-3),
+            rows=slots,
+            lookahead=lookahead if lookahead == "auto" else int(lookahead),
+            store_access=access,
+            init="seed",
+        )
+        self._tables = self.ebc.tables
+        self._observe_plans()
+        self._grad = torch.randn(options.batch, options.tables * options.width, device=device)
+        self._grad *= 1e-3
+        lengths = torch.ones(options.tables * options.batch, dtype=torch.int32)
+        # Batches stay on the host: the look-ahead reads ids there and moves its plans itself.
+        stream = (
+            KeyedJaggedTensor(keys=names, values=torch.from_numpy(ids).view(-1), lengths=lengths)
+            for ids in batches
+        )
+        self._stream = iter(distcache.lookahead(stream, self.ebc))
+
+    def _observe_plans(self) -> None:
+        """Count rows of every step when the engine counts its bytes."""
+        self._rows = RowCounts()
+        engine = self._tables.engine
+        count = engine.count
+
+        def count_rows(flight: Flight) -> None:
+            self._rows.add(flight.plans)
+            count(flight)
+
+        engine.count = count_rows  # type: ignore[method-assign]
+
+    def step(self) -> None:
+        """Train one batch."""
+        batch = next(self._stream)
+        self.ebc(batch).values().backward(self._grad)
+        self.ebc.step()
+
+    def sums(self) -> dict[str, float]:
+        """Return running sums: rows of all steps, and the timed steps' number and stage seconds."""
+        clock = self._tables.record_all()
+        stages = {f"stage {name}": 1e3 * seconds for name, seconds in clock.seconds.items()}
+        return {**self._rows.sums, **stages, "timed": clock.steps}
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of all slots with their state."""
+        return sum(rows.cache.slots * rows.row_bytes for rows in self._tables.engine.rows)
+
+    def is_steady(self) -> bool:
+        """Return True if every row that the last step fetched evicted one."""
+        return self._rows.is_steady
+
+    def close(self) -> None:
+        """Release cache and tables."""
+        self._stream.close()
+        self.ebc.close()
+
+
+def run_variant(options: CacheOptions, variant: CachedVariant, device: str) -> Record:
+    """Warm up one variant, time its blocks, then profile further steps."""
+
+    def train(steps: int) -> float:
+        """Train some steps; return the time at which the device has done them."""
         for _ in range(steps):
-            own.step()
-        if cuda:
-            torch.cuda.synchronize(device)
+            variant.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter()
 
-    try:
-        began = time.perf_counter()
-        gc.collect()
-        marks = [go(options.warmup)]
-        record["warmup_s"] = marks[0] - began
-        before = own.stage_sums() if isinstance(own, Cached) else None
-        # No pause between blocks: the planner would get ahead of a training that stands still.
-        marks += [go(options.steps) for _ in range(options.blocks)]
-        record["block_ms"] = (1e3 * np.diff(marks) / options.steps).tolist()
-        record["step_ms"] = spread(record["block_ms"])
-        if isinstance(own, Cached) and before is not None:
-            first, last = options.warmup, options.warmup + options.blocks * options.steps
-            record |= own.facts(first, last)
-            record["stage_ms"] = _stage_ms(before, own.stage_sums())
-        if cuda:
-            record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        report_early(options, record)
-        for extra in (_trace, _profile):
-            try:
-                record |= extra(options, device, own, name, go)
-            except Exception as error:  # the timing stands without it
-                log.warning("%s: no %s: %s", name, extra.__name__.strip("_"), error)
-    finally:
-        own.close()
-    return record
-
-
-def _stage_ms(
-    before: tuple[int, dict[str, float]], after: tuple[int, dict[str, float]]
-) -> dict[str, float]:
-    """Mean milliseconds of each stage over the timed steps in between."""
-    steps = max(1, after[0] - before[0])
-    return {name: 1e3 * (s - before[1].get(name, 0.0)) / steps for name, s in after[1].items()}
-
-
-def _trace(
-    options: CacheOptions, device: torch.device, own: Any, name: str, go: Callable[[int], float]
-) -> Record:
-    """Stage times of steps that are all timed, and their timeline beside the report."""
-    if not (isinstance(own, Cached) and options.traced):
-        return {}
-    with ExitStack() as stack:
-        if options.out:
-            stack.enter_context(own.ebc.trace(_beside(options, name, "stages")))
-        before = own.stage_sums()
-        go(options.traced)
-        return {"traced_stage_ms": _stage_ms(before, own.stage_sums())}
-
-
-def _profile(
-    options: CacheOptions, device: torch.device, own: Any, name: str, go: Callable[[int], float]
-) -> Record:
-    """What the device does in a step, by torch's profiler, which slows the host."""
-    steps = options.profiled
-    if device.type != "cuda" or not steps:
-        return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        go(steps)
-    if options.out:
-        seen.export_chrome_trace(str(_beside(options, name, "profile.json.gz")))
-    spans: dict[str, list[tuple[float, float]]] = {}
-    for event in seen.events() or ():
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            span = (event.time_range.start, event.time_range.end)
-            spans.setdefault(event.name, []).append(span)
-    everything = [span for found in spans.values() for span in found]
-    kernels = [
-        span
-        for kind, found in spans.items()
-        if not kind.startswith(("Memcpy", "Memset"))
-        for span in found
-    ]
-    total = {kind: sum(end - begin for begin, end in found) for kind, found in spans.items()}
-    longest = sorted(total, key=lambda kind: -total[kind])[:20]
-    per_step = 1e-3 / steps
-    return {
-        "device": {
-            "busy_ms": per_step * union(everything)[0],
-            "kernels_ms": per_step * union(kernels)[0],
-            "gap_ms": 1e-3 * union(everything)[1],
-            "longest": [(k[:120], per_step * total[k], len(spans[k]) / steps) for k in longest],
-        }
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = [train(options.warmup)]
+    before = variant.sums()
+    # No pause between blocks: the planner would get ahead of a training that stands still.
+    times += [train(options.steps) for _ in range(options.blocks)]
+    totals = {name: value - before.get(name, 0.0) for name, value in variant.sums().items()}
+    steps = options.blocks * options.steps
+    timed = max(1, totals.pop("timed"))
+    rows = {name: totals[name] / steps for name in ("distinct", "misses", "evictions")}
+    record: Record = {
+        "step_ms": spread((1e3 * np.diff(times) / options.steps).tolist()),
+        "stage_ms": {
+            name.removeprefix("stage "): ms / timed
+            for name, ms in totals.items()
+            if name.startswith("stage ")
+        },
+        **rows,
+        "hit_rate": 1 - rows["misses"] / rows["distinct"],
+        "is_steady": variant.is_steady(),
+        "cache_bytes": variant.cache_bytes(),
     }
-
-
-def _beside(options: CacheOptions, name: str, what: str) -> Path:
-    """A place beside the report for a file of one variant."""
-    return Path(options.out).with_suffix(f".{name.replace(' ', '_')}.{what}")
-
-
-def report_early(options: CacheOptions, record: Record) -> None:
-    """Print a record and append it to the report, which a time limit may cut off."""
-    line = json.dumps(record)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        with Path(options.out).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-def slot_counts(options: CacheOptions, facts: dict[str, float]) -> list[int]:
-    """Sizes of the cache in rows. Raises ConfigError for text that is no size."""
-    counts = []
-    for text in options.slots:
-        try:
-            times = float(text.removesuffix("x"))
-        except ValueError as error:
-            raise ConfigError(f"slots={text} is neither a number of rows nor like 1.1x") from error
-        counts.append(int(times * facts["distinct_most"]) if text.endswith("x") else int(times))
-        if counts[-1] < _SLACK * facts["distinct_most"]:
-            log.warning("slots=%s leave little room for a step's distinct rows", text)
-    return counts
+    if device == "cuda":
+        record["peak_bytes"] = torch.cuda.max_memory_allocated()
+        with device_work(options.profiled) as work:
+            train(options.profiled)
+        record["device"] = work
+    return record
 
 
 def measure(options: CacheOptions, overrides: tuple[str, ...]) -> list[Record]:
     """Measure all variants one after the other."""
     if options.zipf == 1:
         raise ConfigError("zipf=1: give an exponent beside 1, such as 1.0001")
-    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    bank, facts = draw_bank(options)
-    records: list[Record] = [{"kind": "stream", **facts}]
-    report_early(options, records[0])
-    kept = KeptStores()
-    try:
-        for name, make in variants(options, bank, device, kept, slot_counts(options, facts)):
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    batches, stream = draw_batches(options)
+    records: list[Record] = [stream]
+    sizes = [slot_count(text, stream["distinct_most"]) for text in options.slots]
+    for access, slots in product(options.access, sizes):
+        record: Record = {"kind": "mode", "mode": f"{access} {slots}"}
+        try:
+            variant = CachedVariant(options, batches, (access, slots, device))
             try:
-                found = run_variant(options, device, name, make)
-            except Exception as error:  # the other variants are worth their time
-                log.exception("%s failed", name)
-                found = {"kind": "failed", "mode": name, "error": f"{error}"[:500]}
-            found |= {"host_bytes": kept.nbytes, "optimizer": options.optimizer}
-            records.append(found)
-            report_early(options, found)
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
-    finally:
-        kept.close()
+                record |= run_variant(options, variant, device)
+            finally:
+                variant.close()
+        except Exception as error:  # the other variants are worth their time
+            log.exception("%s failed", record["mode"])
+            record |= {"kind": "failed", "error": f"{error}"[:500]}
+        records.append(record | {"optimizer": options.optimizer})
+        sys.stdout.write(json.dumps(records[-1]) + "\n")
+        sys.stdout.flush()
     return records
 
 
-def variants(
-    options: CacheOptions,
-    bank: Sequence[np.ndarray],
-    device: torch.device,
-    kept: KeptStores,
-    counts: Sequence[int],
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Names of all variants and what makes them."""
-    for mode in options.modes:
-        if mode == "bag":
-            yield mode, partial(Bag, options, bank, device)
-            continue
-        for slots, threads in itertools.product(counts, options.planner_threads):
-            name = f"{mode} {slots}" + (f" {threads} threads" if threads else "")
-            yield name, partial(Cached, options, bank, device, (mode, slots, threads), kept)
-
-
-# -----------------------------------------------------------------------------
-# The report.
-
-PUBLISHED = (
-    ("FBGEMM, all in HBM (16.8 M rows)", 0.959, 1.352),
-    ("DynamicEmb, in HBM", 1.923, 2.185),
-    ("FBGEMM MANAGED_CACHING, cache = working set", 4.146, 14.370),
-    ("FBGEMM MANAGED_CACHING, cache = 0.8 of it", 4.774, 15.001),
-    ("DynamicEmb caching, cache = working set", 10.873, 12.284),
-    ("DynamicEmb caching, cache = 0.8 of it", 20.833, 24.333),
-    ("FBGEMM UVM without cache", 13.56, 24.05),
-    ("DynamicEmb without HBM", 35.5, 43.5),
-)
-"""Milliseconds with SGD and with Adam, on one H100 80GB at 10 tables x 25.6 M rows x 128."""
-
-
-def _results(records: Sequence[Record]) -> list[Record]:
-    """A row for each variant, then the published ones."""
-    kinds = of_kind(records, "variant")
-    published = [{"mode": f"published: {who}", "sgd": a, "adam": b} for who, a, b in PUBLISHED]
-    return [{**record, record["optimizer"]: record["step_ms"]} for record in kinds] + published
-
-
-def _shown_ms(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else shown(3)(value)
-
-
-def _gb(key: str) -> Callable[[Record], float | None]:
-    return lambda record: record[key] / 1e9 if key in record else None
-
-
-def _idle(record: Record) -> float | None:
-    if "device" not in record or "step_ms" not in record:
+def idle_share(record: Record) -> float | None:
+    """Return the share of a step without a kernel or a copy on the device."""
+    if "device" not in record:
         return None
     return 1 - record["device"]["busy_ms"] / record["step_ms"]["median"]
 
@@ -257,62 +276,51 @@ def _idle(record: Record) -> float | None:
 SECTIONS = (
     Section(
         "Ids",
-        "Of a step, as drawn; means over a sample of the batches.",
+        "Of a step: means over a sample of the batches.",
         "stream",
         (
             Column("ids", "ids", ","),
             Column("distinct", "distinct", ",.0f"),
             Column("most", "distinct_most", ","),
             Column("batches", "batches", ","),
-            Column("drawn in s", "seconds", ".1f"),
         ),
     ),
     Section(
         "Milliseconds per step",
-        "Median [quartiles] over the blocks; a variant's name ends with its slots. The published "
-        "figures are at 25.6 M rows a table, ours at the rows under settings. Steady: every "
-        "fetched row sent one away in all timed steps. Idle: of the step without profiler, the "
-        "part in which neither kernel nor copy runs on the device.",
-        _results,
+        "Median [quartiles] over the blocks; a variant's name ends with its slots. Steady: every "
+        "row that the last step fetched evicted one. Idle: share of a step without a kernel or "
+        "copy. docs/results/gpu.md has the published figures.",
+        "mode",
         (
             Column("variant", "mode"),
-            Column("SGD ms", "sgd", _shown_ms),
-            Column("Adam ms", "adam", _shown_ms),
-            Column("cache GB", _gb("cache_bytes"), ".2f"),
+            Column("optimizer", "optimizer"),
+            Column("step ms", "step_ms", show_spread(3)),
+            Column("cache MB", lambda r: r.get("cache_bytes", 0) / 1e6 or None, ",.1f"),
             Column("hit rate", "hit_rate", ".4f"),
             Column("distinct", "distinct", ",.0f"),
             Column("fetched", "misses", ",.0f"),
-            Column("evicted", "evictions", ",.0f"),
-            Column("steady", "steady"),
+            Column("steady", "is_steady", str),
             Column("busy ms", lambda r: r["device"]["busy_ms"] if "device" in r else None, ".2f"),
-            Column("idle", _idle, ".1%"),
-            Column("peak GB", _gb("peak_bytes"), ".2f"),
-            Column("host GB", _gb("host_bytes"), ".2f"),
-            Column("set-up s", "setup_s", ".1f"),
+            Column("idle", idle_share, ".1%"),
+            Column("peak MB", lambda r: r.get("peak_bytes", 0) / 1e6 or None, ",.1f"),
         ),
     ),
-    pivoted(
-        ("Milliseconds per stage", "In the timed blocks; on a device of one step in ten."),
-        "variant",
-        lambda record: record.get("stage_ms", {}),
-        ("stage", lambda record: record["mode"]),
+    pivot(
+        "Milliseconds per stage",
+        "Of the timed blocks; on a device one step in ten has its stages timed.",
+        lambda record: record["stage_ms"],
+        "stage",
     ),
-    pivoted(
-        ("Milliseconds per stage, every step timed", "In further steps."),
-        "variant",
-        lambda record: record.get("traced_stage_ms", {}),
-        ("stage", lambda record: record["mode"]),
-    ),
-    pivoted(
-        ("Device milliseconds per kernel or copy", "Of a profiled step; the longest ones."),
-        "variant",
-        lambda record: {k[:60]: ms for k, ms, _ in record.get("device", {}).get("longest", ())},
-        ("kernel", lambda record: record["mode"]),
+    Section(
+        "Failed",
+        "Variants that did not run.",
+        "failed",
+        (Column("variant", "mode"), Column("error", "error")),
     ),
 )
 
 BENCH = Bench("Published cache benchmark", CacheOptions, measure, SECTIONS)
-main = partial(run_bench, BENCH)
+main = BENCH.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Checkpoints: how fast they are written and read beside plain files of the same sizes, and what a
-write in the background takes from training: `python -m benchmarks.checkpoint`, or under `torchrun`
-for several ranks (then without training).
+"""Rates of writing and reading checkpoints beside plain files of the same sizes, and the cost of a
+write in the background for training: `python -m benchmarks.checkpoint`, or under torchrun for
+several ranks (then without training).
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ import shutil
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.options import option
-from benchmarks.ranks import opened_world
-from benchmarks.report import Bench, Column, Record, Section, run_bench
-from benchmarks.setting import compose_setting
-from benchmarks.turns import RATIO_COLUMNS, ratio_record, shown, spread, take_turns
+from benchmarks.report import (
+    RATIO_COLUMNS,
+    Bench,
+    Column,
+    Record,
+    Section,
+    option,
+    ratio_record,
+    show_spread,
+    spread,
+    take_turns,
+)
+from benchmarks.turns import compose_setting, opened_world
 from distcache.checkpoint.files import (
     CHECKPOINTS,
     file_world,
@@ -55,25 +61,32 @@ log = logging.getLogger("distcache.benchmarks.checkpoint")
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """The keys of the command line."""
+    """Keys of the command line."""
 
-    rows: int = option(800_000, "rows of the largest of three tables, of all ranks", least=8)
-    width: int = option(64, "of the tables", least=4)
-    batch: int = option(2048, "samples of a step", least=1)
-    repetitions: int = option(4, "turns of each", least=1)
-    steps: int = option(30, "steps of a turn without a write, and as many first ones", least=1)
+    rows: int = option(800_000, "rows of the largest of three tables, of all ranks", minimum=8)
+    width: int = option(64, "of the tables", minimum=4)
+    batch: int = option(2048, "samples of a step", minimum=1)
+    repetitions: int = option(4, "turns of each", minimum=1)
+    steps: int = option(30, "steps of a turn without a write, and as many first ones", minimum=1)
     threads: int = option(1, "of torch")
     folder: str = option("", "where the files go meanwhile; empty: the system's folder for such")
     out: str = option("", "the report, a .md file; JSON lines go beside it")
 
 
 def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Record]:
-    """Turns of files, then of steps; by all ranks."""
+    """Time files, then steps; called by all ranks."""
     rows = [options.rows, options.rows // 4, options.rows // 100]
-    own = [f"data.table_rows={rows}", f"model.embedding_dim={options.width}", "cache.ratio=0.02"]
-    own += [f"model.dense_arch=[512,256,{options.width}]", "optim=adagrad", "trainer.resume=never"]
-    own += [f"data.global_batch_size={options.batch}", f"trainer.threads={options.threads}"]
-    config = compose_setting("small", [*own, *overrides])
+    settings = (
+        f"data.table_rows={rows}",
+        f"data.global_batch_size={options.batch}",
+        f"model.embedding_dim={options.width}",
+        f"model.dense_arch=[512,256,{options.width}]",
+        "cache.ratio=0.02",
+        "optim=adagrad",
+        "trainer.resume=never",
+        f"trainer.threads={options.threads}",
+    )
+    config = compose_setting("small", [*settings, *overrides])
     with opened_world("cpu") as world:
         source = build.build_source(config)
         tables = build.build_tables(config, source)
@@ -96,7 +109,7 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
 
 @contextmanager
 def scratch(world: World, folder: str) -> Any:
-    """A folder for the files of all ranks, gone at the end."""
+    """Make a folder for the files of all ranks, and remove it at the end."""
     name = on_first(world, lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=folder or None))
     try:
         yield Path(name)
@@ -111,8 +124,7 @@ def scratch(world: World, folder: str) -> Any:
 
 @dataclass
 class Files:
-    """What is written and read: a checkpoint of `mode`, and a plain file of each rank with its
-    share of the same values."""
+    """A checkpoint of `mode`, and a plain file of each rank with its share of the same values."""
 
     mode: Parallel
     world: World
@@ -130,11 +142,12 @@ class Files:
         self.buffer[:] = 1
 
     def timed(self, work: Callable[[], None], paths: Sequence[Path]) -> float:
-        """Seconds of all ranks' `work`, before which the system keeps nothing of `paths`."""
-        for path in (own for found in paths for own in [found, *found.glob("*")] if own.is_file()):
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
+        """Return the seconds of all ranks' `work`, with `paths` dropped from the page cache."""
+        files = [file for path in paths for file in [path, *path.glob("*")] if file.is_file()]
+        for path in files:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
         together(self.world, lambda: None)
         began = time.perf_counter()
         work()
@@ -142,18 +155,18 @@ class Files:
         return time.perf_counter() - began
 
     def save(self) -> None:
-        """A checkpoint."""
+        """Write a checkpoint."""
         values = capture(self.mode, {}, False)
         header = self.header | TrainerState(1).header()
         write_checkpoint(self.folder, values, header, self.world)
 
     def restore(self) -> None:
-        """Read it again, compared with its checksums."""
+        """Read it again and compare its checksums."""
         start = read_start(self.folder, self.identity, self.world)
         load_checkpoint(start, self.mode, self.world)
 
     def write(self) -> None:
-        """A plain file."""
+        """Write the plain file."""
         file = os.open(self.plain, os.O_WRONLY | os.O_CREAT, 0o600)
         for block in self.blocks:
             while len(block):
@@ -162,33 +175,24 @@ class Files:
         os.close(file)
 
     def read(self) -> None:
-        """It again."""
+        """Read it again."""
         with self.plain.open("rb", buffering=0) as file:
             while file.readinto(memoryview(self.buffer)):
                 pass
 
-    def copy(self) -> None:
-        """What one core has to do: copy, and add up."""
-        crc = 0
-        for block in self.blocks:
-            part = self.buffer[: len(block)]
-            part[:] = np.frombuffer(block, np.uint8)
-            crc = zlib.crc32(part, crc)
-
 
 def cut(value: Any) -> list[memoryview]:
-    """A tensor's bytes in blocks as checkpoints have them."""
+    """Return a tensor's bytes in blocks of the size that checkpoints have."""
     data = memoryview(value.detach().contiguous().numpy().reshape(-1).view(np.uint8))
     return [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
 
 
 def rates(files: Files, repetitions: int) -> list[Record]:
-    """Gigabytes a second of each, in turns, and the ratios."""
-
-    writers = {"save": files.save, "plain write": files.write, "copy, checksum": files.copy}
+    """Return gigabytes per second of each operation, and the ratios."""
+    writers = {"save": files.save, "plain write": files.write}
     readers = {"restore": files.restore, "plain read": files.read}
-    found: dict[str, list[float]] = {}
-    size, world = sum(together(files.world, lambda: files.nbytes)), files.world.size
+    rates_of: dict[str, list[float]] = {}
+    size = sum(together(files.world, lambda: files.nbytes))
     for repetition in range(repetitions):
         log.info("files, repetition %d", repetition)
         files.plain.unlink(missing_ok=True)
@@ -197,18 +201,15 @@ def rates(files: Files, repetitions: int) -> list[Record]:
             order = list(part)[:: 1 if repetition % 2 else -1]
             for name in order:
                 seconds = files.timed(part[name], paths)
-                found.setdefault(name, []).append(size / 1e9 / seconds)
+                rates_of.setdefault(name, []).append(size / 1e9 / seconds)
     files.plain.unlink()
-    common = {"ranks": world, "gigabytes": size / 1e9}
+    common = {"ranks": files.world.size, "gigabytes": size / 1e9}
     records = [
-        {"kind": "rate", "who": who, **common, "rate": spread(v)} for who, v in found.items()
+        {"kind": "rate", "operation": name, **common, "rate": spread(values)}
+        for name, values in rates_of.items()
     ]
-    for own, other in (("save", "plain write"), ("restore", "plain read")):
-        least = [min(*pair) for pair in zip(found[other], found["copy, checksum"], strict=True)]
-        yardstick = f"{other} or copy, checksum"
-        records.append(ratio_record(own, other, found, bar=""))
-        values = {own: found[own], yardstick: least}
-        records.append(ratio_record(own, yardstick, values, bar="at least 0.70"))
+    for ours, plain in (("save", "plain write"), ("restore", "plain read")):
+        records.append(ratio_record(ours, plain, rates_of, target="at least 0.70"))
     return records
 
 
@@ -219,47 +220,49 @@ def rates(files: Files, repetitions: int) -> list[Record]:
 def beside(
     parts: tuple[Parallel, World, Path, Record], source: Any, options: CheckpointOptions
 ) -> list[Record]:
-    """Steps without and with a write in the background, in turns of one stream."""
+    """Time steps without and with a write in the background, in turns of one stream."""
     mode, files, home, header = parts
     stream = mode.stream(source.train_batch(step, 0, 1) for step in range(1_000_000))
     mode.set_lr(0.01, 0.01)
-    how = (home, Start()), mode, files, header, lambda state: {}, Keeping()
-    pauses, writes = list[float](), list[float]()
+    saver_arguments = (home, Start()), mode, files, header, lambda state: {}, Keeping()
+    steps_done: list[int] = []
+    pauses: list[float] = []
+    writes: list[float] = []
 
     def step() -> float:
         began = time.perf_counter()
-        one = next(stream)
-        mode.train_step(one)
-        done.append(one.batch.index)
+        batch_step = next(stream)
+        mode.train_step(batch_step)
+        steps_done.append(batch_step.batch.index)
         return 1e3 * (time.perf_counter() - began)
 
     def alone(_: int) -> list[float]:
         return [step() for _ in range(options.steps)]
 
     def with_write(_: int) -> list[float]:
-        log.info("a write beside step %d", done[-1])
+        log.info("a write beside step %d", steps_done[-1])
         began = time.perf_counter()
-        saver.write(TrainerState(done[-1] + 1), {})
+        saver.write(TrainerState(steps_done[-1] + 1), {})
         pauses.append(1e3 * (time.perf_counter() - began))
-        found = [step()]
+        times = [step()]
         while saver.asks(1)[0] & BUSY:
-            found.append(step())
+            times.append(step())
         writes.append(time.perf_counter() - began)
-        return found
+        return times
 
-    done = list[int]()
-    with Saver(*how) as saver:
+    with Saver(*saver_arguments) as saver:
         alone(0)
         turns = take_turns({"alone": alone, "beside a write": with_write}, options.repetitions)
     stream.close()
     records: list[Record] = []
-    for who, found in turns.items():
-        steps = [ms for turn in found for ms in turn]
-        records.append({"kind": "step", "who": who, "steps": len(steps), "ms": spread(steps)})
+    for name, times in turns.items():
+        steps = [ms for turn in times for ms in turn]
+        records.append({"kind": "step", "operation": name, "ms": spread(steps)})
         records[-1]["p99"] = float(np.percentile(steps, 99))
     records[-1] |= {"pause_ms": spread(pauses), "write_s": spread(writes)}
-    medians = {who: [float(np.median(turn)) for turn in found] for who, found in turns.items()}
-    return [*records, ratio_record("beside a write", "alone", medians, bar="at most 1.05")]
+    medians = {name: [float(np.median(turn)) for turn in times] for name, times in turns.items()}
+    ratio = ratio_record("beside a write", "alone", medians, target="at most 1.05")
+    return [*records, ratio]
 
 
 SECTIONS = (
@@ -271,24 +274,24 @@ SECTIONS = (
         "takes its CRC-32.",
         "rate",
         (
-            Column("who", "who"),
+            Column("operation", "operation"),
             Column("ranks", "ranks"),
             Column("GB", "gigabytes", ".2f"),
-            Column("GB/s", "rate", shown()),
+            Column("GB/s", "rate", show_spread()),
         ),
     ),
     Section(
         "Steps",
         "Milliseconds of a step on one rank: median [quartiles] over all steps of the turns. The "
-        "pause is what the step boundary takes at which a write begins.",
+        "pause is the time of the step boundary at which a write begins.",
         "step",
         (
-            Column("who", "who"),
-            Column("steps", "steps", ","),
-            Column("ms", "ms", shown()),
+            Column("training", "operation"),
+            Column("steps", lambda record: record["ms"]["count"], ","),
+            Column("ms", "ms", show_spread()),
             Column("p99 ms", "p99", ".1f"),
-            Column("pause ms", "pause_ms", shown(1)),
-            Column("write s", "write_s", shown()),
+            Column("pause ms", "pause_ms", show_spread(1)),
+            Column("write s", "write_s", show_spread()),
         ),
     ),
     Section(
@@ -296,12 +299,12 @@ SECTIONS = (
         "Within a turn: median [quartiles] over the repetitions, and the range. Files: of rates, "
         "beside the slower of plain files and one core's copy and checksum too; steps: of medians.",
         "ratio",
-        (*RATIO_COLUMNS, Column("bar", "bar")),
+        (*RATIO_COLUMNS, Column("target", "target")),
     ),
 )
 
-BENCH = Bench("Checkpoints", CheckpointOptions, measure, SECTIONS, overrides=True)
-main = partial(run_bench, BENCH)
+BENCH = Bench("Checkpoints", CheckpointOptions, measure, SECTIONS, takes_overrides=True)
+main = BENCH.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,13 +9,11 @@ advance. Everything around the collection is the same: the model, the loss, the 
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +31,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import distcache
-from benchmarks.options import option
-from benchmarks.ranks import opened_world
-from benchmarks.report import Bench, Column, Record, Section, run_bench
-from benchmarks.setting import SIZES, compose_setting
-from benchmarks.stream import BatchBank, Contender, Feed, Turns
-from benchmarks.turns import RATIOS, shown
+from benchmarks.report import RATIOS, Bench, Column, Record, Section, option, show_spread
+from benchmarks.step import label_records
+from benchmarks.turns import SIZES, BatchBank, Contender, Feed, Turns, compose_setting, opened_world
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
@@ -46,40 +41,39 @@ from distcache.layout import TableSpec
 from distcache.parallel.hybrid import jagged
 from distcache.trainer import build
 
-log = logging.getLogger("distcache.benchmarks.drop_in")
+COLLECTIONS = ("cached", "sharded", "copies")
 
-WHO = ("cached", "sharded", "copies")
-_READ_AHEAD = 80
+STEPS_AHEAD = 80
 """Steps that a look-ahead of the largest size and its threads hold."""
 
 
 @dataclass(frozen=True)
 class DropInOptions:
-    """The keys of the command line; zero leaves threads to torch."""
+    """Keys of the command line."""
 
-    size: str = option("kaggle", "tables", among=tuple(SIZES))
-    who: tuple[str, ...] = option(
-        WHO[:2],
-        "who takes turns, each with its own tables: cached is distcache's collection under DDP, "
-        "with every setting as it is by default, over a look-ahead; sharded is TorchRec's under "
-        "DistributedModelParallel, table by table, with its optimizer inside backward; copies is "
-        "TorchRec's under DDP, a copy of all tables on every rank",
-        among=WHO,
+    size: str = option("kaggle", "tables", choices=tuple(SIZES))
+    collections: tuple[str, ...] = option(
+        COLLECTIONS[:2],
+        "contenders, each with its own tables: cached is distcache's collection under DDP over a "
+        "look-ahead, with default settings; sharded is TorchRec's under "
+        "DistributedModelParallel, table-wise, with its optimizer inside backward; copies is "
+        "TorchRec's under DDP, with a copy of all tables on every rank",
+        choices=COLLECTIONS,
     )
-    zipf: tuple[float, ...] = option((1.05, 0.0), "skews of the ids; 0: uniform", least=0)
-    batch: int = option(4096, "samples of a step over all ranks", least=1)
-    width: int = option(16, "of every table", least=1)
+    zipf: tuple[float, ...] = option((1.05, 0.0), "skews of the ids; 0: uniform", minimum=0)
+    batch: int = option(4096, "samples of a step over all ranks", minimum=1)
+    width: int = option(16, "of every table", minimum=1)
     lr: float = option(0.1, "of SGD, for rows and the dense part")
-    steps: int = option(20, "timed steps of a turn", least=1)
-    lead: int = option(4, "steps before them, not timed", least=0)
-    repetitions: int = option(9, "turns of each", least=1)
-    warmup: int = option(60, "steps before the first turn", least=1)
-    threads: int = option(0, "torch threads of a rank; 0: torch's own choice", least=0)
+    steps: int = option(20, "timed steps of a turn", minimum=1)
+    lead: int = option(4, "untimed steps before them", minimum=0)
+    repetitions: int = option(9, "turns of each collection", minimum=1)
+    warmup: int = option(60, "steps before the first turn", minimum=1)
+    threads: int = option(0, "torch threads of a rank; 0: torch's own choice", minimum=0)
     out: str = option("", "the report, a .md file; JSON lines go beside it")
 
 
 class Clicks(NamedTuple):
-    """A rank's batch, as TorchRec's DLRM reads it."""
+    """A batch of one rank in the form of TorchRec's DLRM."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
@@ -90,50 +84,52 @@ class Loop(Contender):
     """A training loop around a DLRM."""
 
     def __init__(self, name: str, options: DropInOptions, model: nn.Module, feed: Feed) -> None:
-        self.name, self._feed, self._model = name, feed, model
-        others = dict(in_backward_optimizer_filter(model.named_parameters()))
-        self._dense = torch.optim.SGD(others.values(), lr=options.lr)
-        self._ready: deque[Clicks] = deque()
-        self._stream = self._given()
+        self.name = name
+        self._feed = feed
+        self._model = model
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        self._dense_optimizer = torch.optim.SGD(dense.values(), lr=options.lr)
+        self._prepared: deque[Clicks] = deque()
+        self._stream = self._batches()
 
     def prepare(self, steps: int) -> None:
         """See `Contender.prepare`."""
-        while len(self._ready) < steps + self.ahead:
-            self._ready.append(_form(next(self._feed)))
+        while len(self._prepared) < steps + self.steps_ahead:
+            self._prepared.append(to_clicks(next(self._feed)))
 
-    def _given(self) -> Iterator[Clicks]:
+    def _batches(self) -> Iterator[Clicks]:
         while True:
-            yield self._ready.popleft() if self._ready else _form(next(self._feed))
+            yield self._prepared.popleft() if self._prepared else to_clicks(next(self._feed))
 
     def step(self) -> Callable[[], float]:
         """See `Contender.step`."""
         batch = next(self._stream)
-        self._dense.zero_grad()
+        self._dense_optimizer.zero_grad()
         logits = self._model(batch.dense_features, batch.sparse_features).squeeze(1)
         loss = binary_cross_entropy_with_logits(logits, batch.labels)
         loss.backward()
         self.update()
-        self._dense.step()
-        loss = loss.detach()
-        return lambda: loss.item()
+        self._dense_optimizer.step()
+        return loss.detach().item
 
     def update(self) -> None:
-        """Apply the rows' gradients, where backward has not done it."""
+        """Apply the rows' gradients, unless backward has done it."""
 
     def close(self) -> None:
         """See `Contender.close`."""
-        self._ready.clear()
-        del self._model, self._dense
+        self._prepared.clear()
+        del self._model, self._dense_optimizer
 
 
 class Cached(Loop):
-    """The same over our collection and its look-ahead."""
+    """The same loop over our collection and its look-ahead."""
 
-    ahead = _READ_AHEAD
+    steps_ahead = STEPS_AHEAD
 
     def __init__(self, options: DropInOptions, ebc: Any, model: nn.Module, feed: Feed) -> None:
         super().__init__("cached", options, model, feed)
-        self._ebc, self._stream = ebc, iter(distcache.lookahead(self._given(), ebc))
+        self._ebc = ebc
+        self._stream = iter(distcache.lookahead(self._batches(), ebc))
 
     def update(self) -> None:
         """See `Loop.update`."""
@@ -146,15 +142,16 @@ class Cached(Loop):
         self._ebc.close()
 
 
-def _form(batch: Batch) -> Clicks:
+def to_clicks(batch: Batch) -> Clicks:
+    """Convert a batch."""
     ids = jagged(batch.ids, len(batch.labels), torch.device("cpu"))
     return Clicks(batch.dense, ids, batch.labels)
 
 
-def contender(
-    who: str, options: DropInOptions, tables: Sequence[TableSpec], world: World, feed: Feed
+def make_loop(
+    collection: str, options: DropInOptions, tables: Sequence[TableSpec], world: World, feed: Feed
 ) -> Loop:
-    """One that takes turns; called by all ranks."""
+    """Build a contender; called by all ranks."""
     configs = [
         EmbeddingBagConfig(
             name=table.name,
@@ -165,29 +162,39 @@ def contender(
         for table in tables
     ]
     torch.manual_seed(0)
-    if who == "cached":
+    if collection == "cached":
         update = distcache.optim.SGD(lr=options.lr)
         ebc: Any = distcache.CachedEmbeddingBagCollection(
             configs, device=world.device, optimizer=update
         )
     else:
-        where = "meta" if who == "sharded" else world.device
-        ebc = EmbeddingBagCollection(configs, device=torch.device(where))
+        device = "meta" if collection == "sharded" else world.device
+        ebc = EmbeddingBagCollection(configs, device=torch.device(device))
     model: Any = DLRM(ebc, 13, [512, 256, 64, options.width], [512, 256, 1], world.device)
-    if who == "sharded":
+    if collection == "sharded":
         apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": options.lr})
-        return Loop(who, options, sharded(model, tables, world), feed)
-    if world.size > 1:  # the dense part as DistributedModelParallel wraps it, in one bucket
-        how = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "static_graph": True}
-        model = DistributedDataParallel(model, bucket_cap_mb=25, **how)
-    return Cached(options, ebc, model, feed) if who == "cached" else Loop(who, options, model, feed)
+        return Loop(collection, options, sharded(model, tables, world), feed)
+    if world.size > 1:
+        # Wrap the dense part like DistributedModelParallel, in one bucket.
+        model = DistributedDataParallel(
+            model,
+            bucket_cap_mb=25,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            static_graph=True,
+        )
+    if collection == "cached":
+        return Cached(options, ebc, model, feed)
+    return Loop(collection, options, model, feed)
 
 
 def sharded(
     model: nn.Module, tables: Sequence[TableSpec], world: World
 ) -> DistributedModelParallel:
-    """The model with whole tables on the ranks that TorchRec's planner gives them to: tables that
-    all ranks copy, which it takes small ones for, would silently lose their optimizer."""
+    """Return the model with whole tables on the ranks of TorchRec's planner.
+
+    The constraint forbids data-parallel tables, which would silently lose their optimizer.
+    """
     constraint = ParameterConstraints(sharding_types=[ShardingType.TABLE_WISE.value])
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world.size, compute_device=world.device.type),
@@ -199,7 +206,7 @@ def sharded(
 
 
 def compose(options: DropInOptions, zipf: float) -> Config:
-    """The configuration of the stream and of its tables."""
+    """Return the configuration of the stream and of its tables."""
     return compose_setting(
         options.size,
         (
@@ -213,7 +220,7 @@ def compose(options: DropInOptions, zipf: float) -> Config:
 
 
 def measure(options: DropInOptions, overrides: tuple[str, ...]) -> list[Record]:
-    """Build, warm up and take turns, for each skew; called by every rank."""
+    """Build the contenders, warm up and take turns, for each skew; called by every rank."""
     records: list[Record] = []
     trainer = compose(options, 0).trainer
     with opened_world(trainer.device, trainer.backend, trainer.timeout_s) as world:
@@ -225,16 +232,14 @@ def measure(options: DropInOptions, overrides: tuple[str, ...]) -> list[Record]:
             bank = BatchBank(source, world.rank, world.size)
             tables = build.build_tables(config, source)
             contenders = [
-                contender(who, options, tables, world, bank.feed()) for who in options.who
+                make_loop(collection, options, tables, world, bank.feed())
+                for collection in options.collections
             ]
             with closing(Turns(contenders, world, bank)) as turns:
                 turns.warm_up(options.warmup, options.warmup)
-                found = turns.take(options.repetitions, options.lead, options.steps)
-            ids = f"zipf {zipf}" if zipf else "uniform"
-            for record in found:
-                for key in {"mode", "numerator", "denominator"} & record.keys():
-                    record[key] = f"{record[key]}, {ids}"
-            records += found
+                part = turns.run(options.repetitions, options.lead, options.steps)
+            label_records(part, f"zipf {zipf}" if zipf else "uniform")
+            records += part
             del contenders, turns
             gc.collect()
     return records
@@ -248,7 +253,7 @@ SECTIONS = (
         (
             Column("collection", "mode"),
             Column("ranks", "world_size"),
-            Column("step ms", "step_ms", shown()),
+            Column("step ms", "step_ms", show_spread()),
             Column("least", lambda record: record["step_ms"]["min"], ".2f"),
         ),
     ),
@@ -256,7 +261,7 @@ SECTIONS = (
 )
 
 BENCH = Bench("The drop-in collection in TorchRec's DLRM", DropInOptions, measure, SECTIONS)
-main = partial(run_bench, BENCH)
+main = BENCH.main
 
 if __name__ == "__main__":
     sys.exit(main())

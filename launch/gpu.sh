@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests and benchmarks that need a GPU: tests marked `gpu`, kernels, rows between host and device, and
+# The tests and benchmarks that need a GPU: tests marked `gpu`, kernels, the published cache benchmark, and
 # whole steps. Each part writes a report and a log when it ends, and a part that fails does not end the others.
 #
 #   bash launch/gpu.sh [--dry-run] [part ...]      all parts, or the named ones
@@ -23,20 +23,21 @@ fi
 
 step=(-m benchmarks.step device=cuda repetitions=7)
 all=data,resident,fused
+cache=(-m benchmarks.cache device=cuda)
 quick=("${step[@]}" batch=16384 "modes=$all" repetitions=3 warmup_most=60)
 # Their files by name: collecting the whole suite takes longer than these tests.
 tests=(-m pytest -m gpu -q -n 6 --dist worksteal -p no:cacheprovider
     tests/cache/test_cache.py tests/parallel/test_cuda.py tests/store/test_store.py)
-parts=(tests kernels access step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 fbgemm_64
+parts=(tests kernels cache step_64 step_128 zero_copy_64 embeddings_64 small_batch_64 fbgemm_64
     fbgemm_adam_64 terabyte_64)
 
 # The arguments of python for a part, in `command`; 1 for a part that there is not.
 arguments_of() {
     case "$1" in
-        tests) command=("${tests[@]}" tests/benchmarks/test_report.py tests/benchmarks/test_step.py) ;;
-        quick_tests) command=("${tests[@]}") ;;
+        tests) command=("${tests[@]}") ;;
         kernels) command=(-m benchmarks.kernels device=cuda) ;;
-        access) command=(-m benchmarks.rows parts=device device=cuda) ;;
+        cache) command=("${cache[@]}" rows=4000000) ;;
+        quick_cache) command=("${cache[@]}" rows=400000 slots=1.5x warmup=40) ;;
         step_64) command=("${step[@]}" batch=16384 widths=64 "modes=$all,serial") ;;
         step_128) command=("${step[@]}" batch=16384 widths=128 "modes=$all") ;;
         zero_copy_64) command=("${step[@]}" batch=16384 widths=64 modes=data,resident store.access=zero_copy) ;;
@@ -51,7 +52,7 @@ arguments_of() {
         terabyte_64) command=("${step[@]}" batch=16384 widths=64 modes=data,resident size=terabyte) ;;
         *) return 1 ;;
     esac
-    if [[ "$1" != *tests ]]; then
+    if [[ "$1" != tests ]]; then
         command+=("out=$out/$1.md")
     fi
 }
@@ -59,8 +60,8 @@ arguments_of() {
 wanted=("${@:-${parts[@]}}")
 declare -A limits=()
 if [[ "${wanted[*]}" == quick ]]; then
-    wanted=(quick_tests quick_step_64 kernels quick_step_128 access)
-    limits=([quick_tests]=160 [quick_step_64]=75 [kernels]=45 [quick_step_128]=85 [access]=45)
+    wanted=(tests quick_step_64 kernels quick_step_128 quick_cache)
+    limits=([tests]=160 [quick_step_64]=75 [kernels]=45 [quick_step_128]=85 [quick_cache]=60)
 fi
 for part in "${wanted[@]}"; do
     if ! arguments_of "$part"; then
@@ -118,7 +119,7 @@ stop() {
 
 # Why FBGEMM's own cache does not run here; nothing where it does.
 why_no_fbgemm() {
-    "$PYTHON" -c 'import torch; from benchmarks.yardsticks import why_no_fbgemm; print(why_no_fbgemm(torch.device("cuda")))'
+    "$PYTHON" -c 'import torch; from benchmarks.baselines import why_no_fbgemm; print(why_no_fbgemm(torch.device("cuda")))'
 }
 
 failed=0

@@ -16,9 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.cache import CacheOptions
 from benchmarks.kernels import KernelOptions
-from benchmarks.options import parse
-from benchmarks.rows import RowsOptions
+from benchmarks.report import parse
 from benchmarks.step import StepOptions, compose
 from launch import pick
 from launch.pick import InstallError, State, Target, Torch
@@ -166,14 +166,13 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
     assert {"quick_step_64", "quick_step_128"} <= parts.keys()
     tests = parts.pop("tests")
     assert tests.startswith("-m pytest -m gpu ")
-    assert parts.pop("quick_tests").startswith("-m pytest -m gpu ")
     marked = {
         file.relative_to(pick.CHECKOUT).as_posix()
         for file in (pick.CHECKOUT / "tests").rglob("test_*.py")
         if re.search(r"(pytestmark =|@|marks=)\s?pytest.mark.gpu", file.read_text())
     }
     assert {word for word in tests.split() if word.startswith("tests/")} == marked
-    options = {"kernels": KernelOptions, "rows": RowsOptions, "step": StepOptions}
+    options = {"kernels": KernelOptions, "cache": CacheOptions, "step": StepOptions}
     for part, command in parts.items():
         _, module, *arguments = command.split()
         name = module.removeprefix("benchmarks.")
@@ -189,7 +188,7 @@ def test_the_parts_of_the_gpu_run_are_commands_that_parse(tmp_path: Path) -> Non
 
 PYTHON_OF_PARTS = """case "$*" in
     *is_available*) exit "${NO_GPU:-0}" ;;
-    *benchmarks.rows*) echo "no room"; exit 3 ;;
+    *benchmarks.cache*) echo "no room"; exit 3 ;;
     *why_no_fbgemm*) echo "the CPU build" ;;
     *benchmarks.kernels*) echo "up"; exec sleep 30 ;;
     *modes=data,resident,fused*model=embeddings*) kill -KILL $$ ;;
@@ -200,18 +199,18 @@ esac"""
 def test_a_part_of_the_gpu_run_that_fails_stops_no_other(tmp_path: Path) -> None:
     python = program(tmp_path / "python", PYTHON_OF_PARTS)
     given = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "PART_S": "3"}
-    run = bash("gpu.sh", "kernels", "access", "embeddings_64", "fbgemm_64", "step_64", **given)
+    run = bash("gpu.sh", "kernels", "cache", "embeddings_64", "fbgemm_64", "step_64", **given)
     said = [re.sub(r"after \d+ s", "after", line) for line in run.stdout.splitlines()]
     assert said == [
         "kernels: cut off after: up",
-        "access: failed with exit code 3 after: no room",
+        "cache: failed with exit code 3 after: no room",
         "embeddings_64: failed with exit code 137 after: ",
         "fbgemm_64: left out: the CPU build; torch's tables (modes=bag) and the bench of kernels "
         "stand for it",
         "step_64: done after: all is well",
     ]
     assert run.returncode == 1
-    assert (tmp_path / "out" / "access.log").read_text() == "no room\n"
+    assert (tmp_path / "out" / "cache.log").read_text() == "no room\n"
     assert bash("gpu.sh", "step_64", **given).returncode == 0
     elsewhere = given | {"OUT": str(tmp_path / "none"), "NO_GPU": "1"}
     assert bash("gpu.sh", "step_64", **elsewhere).returncode == 1
