@@ -241,7 +241,7 @@ class RowUpdate:
         """Where the state of rows that all ranks hold lies best, `home` or `replicated`.
 
         A home's update and its way back cost less than moving and updating a float or more for
-        each element on every rank (docs/results/step/state.md).
+        each element on every rank (docs/results/placements.md).
         """
         return "replicated" if all(by_row for _, by_row in FORMULAS[self.formula].state) else "home"
 

@@ -137,8 +137,9 @@ HOST = HostTimes(
     planner_threads=6,
     name="measured on 2 shared cores of an AMD EPYC",
 )
-"""Measured on a CPU, except `launch_s`, an estimate of the time of a kernel launch beside a GPU, and `planner_threads`, of which `trainer.planner_threads=auto`
-takes the rank's share of the cores, 14 in a DGX H100. A planner's wait for those of other ranks is
+"""Measured on a CPU, except `launch_s`, an estimate of the time of a kernel launch beside a GPU,
+and `planner_threads`, of which `trainer.planner_threads=auto` takes the rank's share of the cores,
+14 in a DGX H100. A planner's wait for those of other ranks is
 in none. Constants vary from run to run of one machine by a third, and single ones of a fit by more.
 """
 

@@ -176,11 +176,11 @@ place among all rows, and the home's own)."""
 
 EXCHANGE_GROWTH = 0.23
 """By how much an exchange of planners on one node takes more of their cores with each rank beyond
-two, beside what is told in it: docs/results/exchange.md."""
+two, beside what is told in it: docs/results/planner.md."""
 
 FAR_EXCHANGE, FAR_EXCHANGE_GROWTH = 2.9, 0.27
 """How many times as much one of two ranks on several nodes takes, by gloo; and by how much more
-with each doubling of the ranks: docs/results/exchange.md."""
+with each doubling of the ranks: docs/results/planner.md."""
 
 
 def host_seconds(
