@@ -32,8 +32,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import distcache
 from benchmarks.report import RATIOS, Bench, Column, Record, Section, option, show_spread
-from benchmarks.step import label_records
-from benchmarks.turns import SIZES, BatchBank, Contender, Feed, Turns, compose_setting, opened_world
+from benchmarks.step import StepOptions, label_records
+from benchmarks.step import compose as compose_step
+from benchmarks.turns import SIZES, BatchBank, Contender, Feed, Turns, opened_world
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import Batch
@@ -207,16 +208,8 @@ def sharded(
 
 def compose(options: DropInOptions, zipf: float) -> Config:
     """Return the configuration of the stream and of its tables."""
-    return compose_setting(
-        options.size,
-        (
-            f"model.embedding_dim={options.width}",
-            f"model.dense_arch=[512,256,64,{options.width}]",
-            f"data.global_batch_size={options.batch}",
-            f"data.zipf={zipf}",
-            "trainer.device=cpu",
-        ),
-    )
+    step_options = StepOptions(size=options.size, batch=options.batch, widths=(options.width,))
+    return compose_step(step_options, (f"data.zipf={zipf}",))
 
 
 def measure(options: DropInOptions, overrides: tuple[str, ...]) -> list[Record]:

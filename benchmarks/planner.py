@@ -1,8 +1,8 @@
-"""Ids per second of the whole plan on one core: `python -m benchmarks.planner`, or under torchrun
+"""Milliseconds per step of the whole plan: `python -m benchmarks.planner`, or under torchrun
 for several ranks.
 
 Each rank's planner plans a click stream in steady eviction as it does beside training, exchange
-included, in turns with ways to find only a batch's distinct rows. Drawing ids is not timed.
+included, in turns with `np.unique`, which only finds a batch's distinct rows.
 `against=<another checkout>` compares the planning threads of two checkouts instead, beside training
 without a dense model.
 """
@@ -10,13 +10,10 @@ without a dense model.
 from __future__ import annotations
 
 import sys
-import time
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +21,7 @@ from torch import nn
 
 from benchmarks import against
 from benchmarks.modes import RowCounts
-from benchmarks.report import (
-    Bench,
-    Column,
-    Record,
-    Section,
-    of_kind,
-    option,
-    ratios,
-    show_spread,
-    spread,
-)
+from benchmarks.report import RATIOS, Bench, Column, Record, Section, of_kind, option, show_spread
 from benchmarks.step import StepOptions, row_count
 from benchmarks.turns import SIZES, BatchBank, Contender, Feed, Turns, compose_setting, opened_world
 from distcache.comm.link import CollectiveCounters, Link, host_link
@@ -53,15 +40,10 @@ from distcache.engine.groups import (
     region_slots,
 )
 from distcache.errors import ConfigError
-from distcache.layout import RowLayout, TableSpec
-from distcache.planner.rank import RankPlanner
 from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
 from distcache.trainer import build
 from distcache.trainer.plan_cache import resolve_placement
-
-BASELINE = "np.unique"
-"""The contender that every rate is compared with."""
 
 BATCHES_AHEAD = 3
 """Batches that a planner reads beyond the window of the step that it plans, at most."""
@@ -126,7 +108,7 @@ def measure_against(options: PlannerOptions, overrides: tuple[str, ...]) -> list
 def build_contenders(
     options: PlannerOptions, config: Config, world: World
 ) -> tuple[list[Contender], BatchBank]:
-    """Build a planner for each placement and the ways to find distinct rows."""
+    """Build a planner for each placement, and the contender of `np.unique`."""
     source = build.build_source(config)
     tables = build.build_tables(config, source)
     (group,) = make_groups(tables, source.features, world.size)
@@ -143,37 +125,11 @@ def build_contenders(
         placement = resolve_placement(placed, world, (tables, slots, None), source, nn.Identity())
         placed_group = placement.groups([group])[0] if world.size > 1 else group
         contenders.append(PlanContender(kind, (placed_group, slots[0]), config, world, bank.feed()))
-    for name, find in distinct_functions().items():
-        contenders.append(DistinctContender(name, find, group, bank.feed()))
+    contenders.append(UniqueContender(group, bank.feed()))
     return contenders, bank
 
 
-class TimedContender(Contender):
-    """Counts ids, and the CPU time of its thread and of the process."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._ids = 0
-        self._thread_s = 0.0
-
-    def step(self) -> None:
-        """See `Contender.step`."""
-        start = time.thread_time()
-        ids = self.work()
-        self._thread_s += time.thread_time() - start
-        self._ids += ids
-
-    @abstractmethod
-    def work(self) -> int:
-        """Do one step and return its number of ids."""
-
-    def meters(self) -> dict[str, Mapping[str, float]]:
-        """See `Contender.meters`."""
-        cpu_ms = {"process": 1e3 * time.process_time(), "thread": 1e3 * self._thread_s}
-        return {"cpu_ms": cpu_ms, "ids_per_step": {"ids": self._ids}}
-
-
-class PlanContender(TimedContender):
+class PlanContender(Contender):
     """This rank's planner in a placement; all ranks step alike."""
 
     def __init__(
@@ -185,7 +141,8 @@ class PlanContender(TimedContender):
         feed: Feed,
     ) -> None:
         """Take the group of tables and the device's slots, the same in each placement."""
-        super().__init__(f"plan, {kind}")
+        self.name = f"plan, {kind}"
+        self.ids = 0
         group, device_slots = placed
         lookahead = int(config.cache.lookahead)
         prefetch = int(config.cache.prefetch)
@@ -207,17 +164,17 @@ class PlanContender(TimedContender):
         )
         self._plans = self._planner.planned(feed, lambda: False)
 
-    def work(self) -> int:
-        """Plan the next step."""
+    def step(self) -> None:
+        """See `Contender.step`."""
         plans = next(self._plans).plans
         self._planner.settle()  # the next exchange of this process group may be another's
         self._rows.add(plans)
-        return sum(len(plan.positions) for plan in plans)
+        self.ids = sum(len(plan.positions) for plan in plans)
 
     def meters(self) -> dict[str, Mapping[str, float]]:
         """See `Contender.meters`."""
         sent = {"planning": self._counters.planning_bytes}
-        return super().meters() | {"rows_per_step": dict(self._rows.sums), "sent_per_step": sent}
+        return {"rows_per_step": dict(self._rows.sums), "sent_per_step": sent}
 
     def is_steady(self) -> bool:
         """Return True if every row that the last step fetched evicted one."""
@@ -229,17 +186,15 @@ class PlanContender(TimedContender):
         slots = sum(region.planner.slots for region in self._regions)
         of_ranks = host_link(self._world).gather_objects((index, slots), "sizes of the index")
         index, slots = (sum(values) for values in zip(*of_ranks, strict=True))
-        return {"bytes_per_row": index / self._table_rows, "slots": slots}
+        return {"ids": self.ids, "bytes_per_row": index / self._table_rows, "slots": slots}
 
 
-class DistinctContender(TimedContender):
-    """A function that only finds the distinct rows of a batch."""
+class UniqueContender(Contender):
+    """`np.unique` of a batch's rows, which only finds the distinct ones."""
 
-    def __init__(
-        self, name: str, find: Callable[[np.ndarray], Any], group: TableGroup, feed: Feed
-    ) -> None:
-        super().__init__(name)
-        self._find = find
+    name = "np.unique"
+
+    def __init__(self, group: TableGroup, feed: Feed) -> None:
         self._group = group
         self._feed = feed
         self._prepared: deque[np.ndarray] = deque()
@@ -253,62 +208,31 @@ class DistinctContender(TimedContender):
                 rows[start:stop] += first
             self._prepared.append(rows)
 
-    def work(self) -> int:
-        """Find the distinct rows of the next batch."""
+    def step(self) -> None:
+        """See `Contender.step`."""
         rows = self._prepared.popleft()
-        self._find(rows)
-        return len(rows)
+        np.unique(rows)
+        self._ids = len(rows)
 
-
-def distinct_functions() -> dict[str, Callable[[np.ndarray], Any]]:
-    """Return functions that find the distinct rows of a batch (int64 `[n]`), by name."""
-    layout = RowLayout([TableSpec("all", 2**31, 4, ("all",))], 1)
-    return {BASELINE: np.unique, "distinct by hash": RankPlanner(layout).request}
-
-
-def rates(records: Sequence[Record]) -> list[Record]:
-    """Return ids per second of every contender, by the clock and by CPU time.
-
-    The ratio to `np.unique` is of the threads' CPU time, within each repetition.
-    """
-    turns: dict[str, list[Record]] = {}
-    for turn in of_kind(records, "turn"):
-        turns.setdefault(turn["mode"], []).append(turn)
-
-    def rate(name: str, milliseconds: Callable[[Record], float]) -> list[float]:
-        return [1e3 * turn["ids_per_step"]["ids"] / milliseconds(turn) for turn in turns[name]]
-
-    def thread_rate(name: str) -> list[float]:
-        return rate(name, lambda turn: turn["cpu_ms"]["thread"])
-
-    return [
-        {
-            "mode": name,
-            "wall": spread(rate(name, lambda turn: float(np.mean(turn["step_ms"])))),
-            "process": spread(rate(name, lambda turn: turn["cpu_ms"]["process"])),
-            "thread": spread(thread_rate(name)),
-            "ratio": spread(ratios(thread_rate(name), thread_rate(BASELINE))),
-        }
-        for name in turns
-    ]
+    def summary(self) -> Record:
+        """Return the ids of a step."""
+        return {"ids": self._ids}
 
 
 SECTIONS = (
     Section(
-        "Ids per second on one core",
-        "Millions, median [quartiles] over the repetitions; W ranks work side by side, and each "
-        "rank's ids count. By the clock, waits included; per CPU second of the process, with "
-        "gloo's threads; per CPU second of the planning thread, whose ratio to "
-        f"{BASELINE} is within each repetition.",
-        rates,
+        "Milliseconds per step",
+        "Median [quartiles] over all steps, by the clock; W ranks work side by side, and each "
+        "rank's ids count.",
+        "mode",
         (
             Column("contender", "mode"),
-            Column("clock", "wall", show_spread(scale=1e-6)),
-            Column("process", "process", show_spread(scale=1e-6)),
-            Column("thread", "thread", show_spread(scale=1e-6)),
-            Column(f"of {BASELINE}", "ratio", show_spread()),
+            Column("ranks", "world_size"),
+            Column("step ms", "step_ms", show_spread()),
+            Column("M ids/s", lambda r: r["ids"] / r["step_ms"]["median"] / 1e3, ".2f"),
         ),
     ),
+    RATIOS,
     Section(
         "Index, stream and exchange",
         "The index is that of all owners together; rows are per step, evictions of one owner. "

@@ -42,8 +42,6 @@ PLACES = ("out", "folder", "against")
 # -----------------------------------------------------------------------------
 # Command lines: `key=value`, checked against a dataclass.
 
-BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
 
 def option(
     default: Any, help: str, minimum: float | None = None, choices: Sequence[str] = ()
@@ -105,10 +103,6 @@ def _parse_option(declared: Field, text: str) -> Any:
 
 def _parse_value(key: str, text: str, default: Any) -> Any:
     """Return one value of the type of `default`."""
-    if isinstance(default, bool):
-        if text.lower() not in BOOLEANS:
-            raise ConfigError(f"{key}={text} is not true or false")
-        return BOOLEANS[text.lower()]
     try:
         return type(default)(text)
     except ValueError as error:
@@ -130,7 +124,7 @@ def show_value(value: Any) -> str:
     """Return a value as it is typed on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(show_value, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value)
 
 
 # -----------------------------------------------------------------------------
