@@ -38,7 +38,7 @@ from benchmarks.report import (
     spread,
 )
 from benchmarks.turns import device_work
-from distcache.engine.step import Flight
+from distcache.engine.step import StepContext
 from distcache.errors import ConfigError
 
 log = logging.getLogger("distcache.benchmarks.cache")
@@ -164,9 +164,9 @@ class CachedVariant:
         engine = self._tables.engine
         count = engine.count
 
-        def count_rows(flight: Flight) -> None:
-            self._rows.add(flight.plans)
-            count(flight)
+        def count_rows(context: StepContext) -> None:
+            self._rows.add(context.plans)
+            count(context)
 
         engine.count = count_rows  # type: ignore[method-assign]
 
