@@ -157,8 +157,8 @@ class PlanExchange:
         before = self._link.counters.planning_bytes
         step = _step(asking, deciding)
         headers = self._exchange_headers(self._encode(asking, deciding), step)
-        asked = self._verdict(headers["asked"], asking)
-        decided = self._verdict(headers["decided"], deciding)
+        asked = self._verdict(headers["asked"].tolist(), asking)
+        decided = self._verdict(headers["decided"].tolist(), deciding)
         self._require_one_point(headers, asked, decided)
         if Status.STOP in (asked and asked.status, decided and decided.status):
             decided = None  # nothing is decided any more: some rank does not go on
@@ -224,16 +224,15 @@ class PlanExchange:
             told.counts = [requests[:, bounds[g] : bounds[g + 1]] for g in range(self._groups)]
         return told
 
-    def _verdict(self, statuses: np.ndarray, part: Part | None) -> Verdict | None:
-        """The strongest of the statuses of all ranks, int64 `[W]`, and the ranks that sent it.
+    def _verdict(self, statuses: list[int], part: Part | None) -> Verdict | None:
+        """The strongest of the `statuses` of all ranks, and the ranks that sent it.
 
         None where the ranks have no such `part`. Collective where a rank reports an error.
         """
         if part is None:
             return None
-        strongest = int(statuses.max())
-        ranks = tuple(np.flatnonzero(statuses == strongest).tolist())
-        status = _STATUSES[strongest]
+        status = _STATUSES[max(statuses)]
+        ranks = tuple([rank for rank, sent in enumerate(statuses) if sent == status])
         if status is not Status.ERROR:
             return Verdict(status, ranks)
         text = None if part.error is None else describe(part.error)
