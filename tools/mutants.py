@@ -103,8 +103,8 @@ MUTANTS = (
         law="Every rank waits for the last uses of the victims of all owners.",
         before='told.latest_use = headers["latest_use"].max(0).tolist()',
         after='told.latest_use = headers["latest_use"][self._rank].tolist()',
-        tests="tests/parallel/test_exact.py::"
-        "test_overlapped_and_serial_have_the_bits_and_counts_of_one_another[2]",
+        tests="tests/pipeline/test_streams.py::"
+        "test_movement_waits_for_the_last_uses_of_the_victims_of_all_homes",
     ),
     Mutant(
         "early-rows-stale",
@@ -249,8 +249,8 @@ MUTANTS = (
     Mutant(
         "first-end-ignored",
         law="All ranks end with the first rank whose data end.",
-        before="strongest = int(statuses.max())",
-        after="strongest = int(statuses.min())",
+        before="status = _STATUSES[max(statuses)]",
+        after="status = _STATUSES[min(statuses)]",
         tests="tests/pipeline/test_streams.py::test_random_streams[2]",
     ),
     Mutant(

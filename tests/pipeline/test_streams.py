@@ -195,6 +195,22 @@ def test_nothing_is_delivered_once_a_rank_stops_and_ranks_that_differ_are_told_w
         assert found["other digests"].count("the decisions of step 0 with digest") == 2
 
 
+def starts_of_movement(world: World) -> list[int]:
+    """For each step, the step after which its rows may move."""
+    mode = make(world, lookahead=3, prefetch=5)
+    steps = batches(world, range(12))
+    found = [step.move_after for step in mode.tables.planner.planned(steps, lambda: False)]
+    mode.close()
+    return found
+
+
+def test_movement_waits_for_the_last_uses_of_the_victims_of_all_homes() -> None:
+    """So all ranks move a step after the same one; with slots to spare it could be earlier."""
+    first, other = run_ranks(alone, 2, starts_of_movement)
+    assert first == other
+    assert any(after > step - 6 for step, after in enumerate(first) if step >= 6)
+
+
 def left(world: World) -> str:
     """How planning ends where rank 0 leaves its stream after a step, and rank 1 does not."""
     mode, made = make(world), []
