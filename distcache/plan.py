@@ -104,18 +104,16 @@ def time_table(point: Point) -> Table:
 
     titles = {
         **{"total": "step", "dense": "dense part", "sparse": "rows", "exposed": "exposed"},
-        **{"waiting": "waiting", "hidden": "may hide", "host": "host link", "launch": "launch"},
-        **{"planner": "planner", "talker": "talker", "mover": "mover"},
-        **{"interpreter": "interpreter"},
+        **{"waiting": "waiting", "hidden": "may hide", "host": "host link"},
+        **{"launch": "launch", "planner": "planner", "mover": "mover"},
     }
     return Table.of(
         f"Step time at {point.cluster.ranks} ranks",
         "Milliseconds: step = dense part + rows looked up, copied and updated + collectives that "
-        "compute waits for + what network, host link or a thread of the host take longer than "
-        "that. Beside compute: collectives that may hide, the host link, and the host's threads: "
-        f"one launches, {point.cluster.threads.planner_threads} plan, one exchanges plans, one "
-        "moves, and what these do in Python, whose interpreter one has at a time. What binds is "
-        "as long as the step.",
+        "compute waits for (exposed) + what network, host link or a thread of the host take "
+        "longer than that (waiting). Beside compute: collectives that may hide, the host link, and "
+        "three threads of the host: one launches kernels, one plans, one moves rows. A step is as "
+        "long as the part that binds it.",
         [
             ("layout", label),
             *((title, partial(ms, name)) for name, title in titles.items()),
@@ -177,7 +175,7 @@ def cluster_table(cluster: Cluster) -> Table:
     note = (
         "As `cluster.json` has it (`distcache.cost.cluster.Cluster`): seconds, bytes, bytes per "
         "second. Links are of one rank, in one direction; presets are raw figures: software "
-        "reaches less. `threads` is what those of a rank's host take."
+        "reaches less. `host_times` is what the threads of a rank's host take."
     )
     return Table("The cluster", note, ("what", "value"), rows)
 

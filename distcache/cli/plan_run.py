@@ -11,13 +11,14 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from distcache.cli.compose import Line
 from distcache.cli.run import leave, output_folder, run_job, set_up_logging, train_command
@@ -45,18 +46,25 @@ from distcache.cost.cluster import (
     write_cluster,
 )
 from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import OBJECTIVES, Point, Settings, compare
+from distcache.cost.predict import (
+    GROUP_LAUNCHES,
+    LAUNCHES,
+    OBJECTIVES,
+    RANK_LAUNCHES,
+    Point,
+    Settings,
+    compare,
+)
 from distcache.data.criteo_folder import PRESETS as TABLES
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import Region, RegionSlots, TableSettings, make_groups
+from distcache.engine.groups import RegionSlots, TableSettings, make_groups
 from distcache.engine.planning import StreamPlanner, home_regions, planner_threads
 from distcache.errors import DistcacheError
 from distcache.layout import TableSpec, group_tables, stored_dtype
 from distcache.models import build_model
 from distcache.ops.reference import put_rows, take_rows
 from distcache.optim import RowUpdate, row_update
-from distcache.planner.home import ResidentPlanner
-from distcache.planner.threads import Threads
+from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import DEFAULT, auto_lookahead
 from distcache.popularity.slots import cache_slots, given_rows
 from distcache.popularity.statistics import read_statistics
@@ -96,9 +104,6 @@ class Options:
     cards: int = option(0, "network cards of a node; 0: one per rank", least=0)
     host: Any = option("pcie5", "link of a rank to its host's memory")
     access: str = option("staged", f"way of rows over it: {', '.join(ACCESS)}", choice=ACCESS)
-    planner_threads: int = option(
-        0, "threads that plan on a rank; 0: 6, or measured, as auto", least=0
-    )
     device: str = option("h100", f"what computes: {', '.join(DEVICES)}", choice=tuple(DEVICES))
     device_memory: str = option("", "bytes of a device, such as 80GB; empty: the device's")
     measure: bool = option(False, "measure inside, host and compute on this machine")
@@ -165,11 +170,10 @@ def widest(sources: Sequence[TableSource]) -> TableSource:
     return max(sources, key=lambda source: source.lookups * source.table.dim)
 
 
-def host_of(options: Options, found: HostTimes) -> HostTimes:
-    """What the threads of a rank's host take, with the keys that say so."""
-    if options.planner_threads:
-        found = replace(found, planner_threads=options.planner_threads)
-    return replace(found, row_s=0.0) if options.access == ZERO_COPY else found
+def host_of(options: Options, host_times: HostTimes) -> HostTimes:
+    """Return `host_times` for the requested access: with `zero_copy` the device itself gathers and
+    scatters rows."""
+    return replace(host_times, row_s=0.0) if options.access == ZERO_COPY else host_times
 
 
 def parse_request(line: Line[Options]) -> Request:
@@ -214,9 +218,8 @@ def parse_request(line: Line[Options]) -> Request:
     dim, window = widest(sources).table.dim, options.lookahead
     state = update.state_width(dim)
     compute = device_compute(options.device, dim, state, parameters, outputs)
-    threads = host_of(options, HOST)
     shape = (options.world_size, *links, options.nodes, memory)
-    cluster = Cluster(*shape, compute, threads=threads)
+    cluster = Cluster(*shape, compute, host_times=host_of(options, HOST))
     if window == "auto":
         ids = options.batch * sum(source.lookups for source in sources)
         window = auto_lookahead(ids, options.prefetch)
@@ -303,8 +306,8 @@ def measured_here(request: Request) -> Request:
     names = ("host", "compute", "collective_s", "overlap")
     measured = {name: getattr(found, name) for name in names}
     measured |= {"inside": found.inside} if ranks > 1 else {}  # one rank has no link to measure
-    threads = host_of(options, found.threads)
-    return replace(request, cluster=replace(request.cluster, threads=threads, **measured))
+    measured["host_times"] = host_of(options, found.host_times)
+    return replace(request, cluster=replace(request.cluster, **measured))
 
 
 def main() -> int:
@@ -324,9 +327,9 @@ def main() -> int:
         model = build_model("dlrm", DENSE_FEATURES, widths, *dense_layers(want["width"]))
         update, shape = row_update(want["optim"], 0.0), (want["batch"], DENSE_FEATURES, sum(widths))
         found = measure(world, want["width"], update, model.to(world.device), shape)
-        threads = measure_host(world, want["table_rows"], want["batch"], want["width"])
+        host_times = measure_host(world, want["table_rows"], want["batch"], want["width"])
         if world.is_first:
-            write_cluster(replace(found, threads=threads), Path(want["out"]))
+            write_cluster(replace(found, host_times=host_times), Path(want["out"]))
         close_world(world)
         return 0
     except DistcacheError as error:
@@ -388,138 +391,122 @@ def make_plan(request: Request) -> Plan:
 
 
 # -----------------------------------------------------------------------------
-# What the threads of a host take on this machine: its planner, timed at work, and its copies.
+# Times of the host threads on this machine.
 
 AHEAD = (16, 1)
-"""L and P of the planners that are timed."""
+"""Window L and prefetch P of the planner and of the steps that are timed."""
 
 _WARM, _TIMED = 12, 8
-"""Steps of a planner before those that are timed, and these: the first fill its slots."""
+"""Steps before the timed ones, which fill the slots, and timed steps."""
 
-PLANNER = ("planning_s", "id_s", "named_s", "decided_s", "fetched_s", "placed_s")
-"""The times of a planner that is alone."""
+_STEPS_IN_CACHE = 6
+"""The timed planner has slots for the distinct rows of so many steps."""
 
 _TABLE_BYTES, _ROWS, _CALLS = 256 << 20, 20_000, 200
 
-
-class Counted(Threads):
-    """The thread that calls, and the seconds of its core in what several would share, or another
-    would do beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-
-    def each(self, call: Callable[..., object], arguments: Sequence[tuple]) -> list:
-        """See `Threads.each`."""
-        began = time.thread_time()
-        found = super().each(call, arguments)
-        self.seconds += time.thread_time() - began
-        return found
-
-    def begin(self, call: Callable[..., Any], *of: Any) -> Callable[[], Any]:
-        """See `Threads.begin`."""
-
-        def made() -> Any:
-            before, began = self.seconds, time.thread_time()
-            found = call(*of)
-            self.seconds = before + time.thread_time() - began  # with what is shared in it
-            return found
-
-        return made
+_FEW_SAMPLES, _FEW_ROWS = 64, 16
+"""Samples of a rank, and rows of each table, in steps that measure the fixed time of a step."""
 
 
 def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:
-    """`HOST` with what this machine takes in its place, for steps of `batch` samples with one id of
-    each table, and rows of `dim` elements. For this rank alone; takes some seconds.
-
-    A planner's times are those of the table times one factor, by which its step takes longer here.
-    Own work of the training thread and of movement's, what an exchange of planners takes, and what
-    all do in Python, stay those of the table.
-    """
-    source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
-    counts, seconds, serial = time_planner(world, source)
-    factor = seconds / sum(getattr(HOST, name) * count for name, count in counts.items())
-    times = {name: factor * getattr(HOST, name) for name in PLANNER}
+    """Measure the times of this rank's host threads, for steps of `batch` samples with one id of
+    each table and rows of `dim` elements. Called by all ranks at once; takes some seconds."""
     value = torch.zeros(1, device=world.device)
 
     def launch() -> None:
         for _ in range(_CALLS):
-            value.add_(1.0)  # a small kernel, which nobody waits for
+            value.add_(1.0)  # a small kernel, for which nothing waits
 
-    return replace(
-        HOST,
-        **times,
-        serial=share_of_rest(serial, seconds, times["planning_s"]),
-        planner_threads=planner_threads("auto", world),
-        launch_s=timed(world, launch) / _CALLS,
+    source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
+    launch_s = timed(world, launch) / _CALLS
+    launches = LAUNCHES + GROUP_LAUNCHES + RANK_LAUNCHES * (world.size > 1)
+    return HostTimes(
+        launch_s=launch_s,
+        id_s=_id_seconds(world, source),
         row_s=_row_seconds(world, dim),
+        step_s=max(0.0, _step_seconds(world, len(table_rows), dim) - launches * launch_s),
         name="measured",
     )
 
 
-def share_of_rest(serial: float, seconds: float, planning_s: float) -> float:
-    """`HostTimes.serial` of a planner that takes so many `seconds`, `planning_s` whatever it plans,
-    of which the share `serial` is not for several threads."""
-    return max(0.0, serial * seconds - planning_s) / (seconds - planning_s)
-
-
-def time_planner(
-    world: World, source: SyntheticSource, room: int = 6
-) -> tuple[dict[str, float], float, float]:
-    """The planner of one home, which is all that there is, over the steps of `source`, with room
-    for the rows of so many of them (0: no row comes or goes).
-
-    How often a step takes each time of `PLANNER`, means of `_TIMED`; then its least seconds on its
-    thread's core, and the share of them that several threads would not share.
-    """
+def _id_seconds(world: World, source: SyntheticSource) -> float:
+    """Return the seconds per id of a planner with as many threads as a run on this machine has. It
+    plans the steps of `source` for one rank, with slots for `_STEPS_IN_CACHE` steps."""
     batches = [source.train_batch(step, 0, 1) for step in range(_WARM + _TIMED)]
-    tables = [
-        TableSpec(f"t_{name}", rows, 1, (name,))
-        for name, rows in zip(source.features, source.table_rows, strict=True)
-    ]
+    pairs = zip(source.features, source.table_rows, strict=True)
+    tables = [TableSpec(f"t_{name}", rows, 1, (name,)) for name, rows in pairs]
     (group,) = make_groups(tables, source.features, 1)
-    slots = group.layout.rows
-    regions = [Region(0, ResidentPlanner(group.layout, 0))]
-    if room:
-        samples, each = room * batches[0].ids.batch_size, range(len(tables))
-        distinct = sum(source.expected_distinct(table, samples) for table in each)
-        slots = min(slots, round(1.05 * distinct))
-        regions = home_regions([(group, RegionSlots(slots))], 0, AHEAD[1], DEFAULT, [None])
-    threads = Counted()
-    alone = replace(world, rank=0, size=1, local_rank=0, local_size=1, node_sizes=())
+    samples = _STEPS_IN_CACHE * batches[0].ids.batch_size
+    distinct = sum(source.expected_distinct(table, samples) for table in range(len(tables)))
+    slots = min(group.layout.rows, round(1.05 * distinct))
+    window, prefetch = AHEAD
+    one_rank = replace(world, rank=0, size=1, local_rank=0, local_size=1, node_sizes=())
+    threads = planner_threads("auto", world)
     planner = StreamPlanner(
-        Link(alone, None, CollectiveCounters(), "a planner that is timed"),
+        Link(one_rank, None, CollectiveCounters(), "a timed planner"),
         [group],
-        regions,
+        home_regions([(group, RegionSlots(slots))], 0, prefetch, DEFAULT, [None]),
         [slots],
-        TableSettings(lookahead=AHEAD[0], prefetch=AHEAD[1]),
-        threads=threads,
+        TableSettings(lookahead=window, prefetch=prefetch, planner_threads=threads),
     )
     plans = planner.planned(itertools.cycle(batches), lambda: False)
     for _ in range(_WARM):
         next(plans)
-    threads.seconds, steps = 0.0, []
+    seconds = []
     for _ in range(_TIMED):
-        began = time.thread_time()
-        context = next(plans)
-        taken = time.thread_time() - began
-        (plan,) = context.plans
-        steps.append((taken, plan.all_distinct, plan.misses))
-    seconds, rows, fetched = zip(*steps, strict=True)
-    ids, serial = float(len(batches[0].ids.values)), 1.0 - threads.seconds / sum(seconds)
-    mean = float(np.mean(rows))
-    counts = (1.0, ids, mean, (room > 0) * mean, float(np.mean(fetched)), mean)
-    return dict(zip(PLANNER, counts, strict=True)), min(seconds), serial
+        start = time.perf_counter()
+        next(plans)
+        seconds.append(time.perf_counter() - start)
+    plans.close()
+    planner.close()
+    return min(seconds) / len(batches[0].ids.values)
 
 
 def _row_seconds(world: World, dim: int) -> float:
-    """To gather or to scatter a row of host memory, the mean of both."""
+    """Return the seconds to gather a row of host memory, or to scatter it; the mean of both."""
     table = np.ones((max(1, _TABLE_BYTES // (4 * dim)), dim), dtype=np.float32)
     rows = np.random.default_rng(0).choice(len(table), min(_ROWS, len(table)), replace=False)
     some = np.empty((len(rows), dim), dtype=np.float32)
     gathered = timed(world, lambda: take_rows(table, rows, some))
     return (gathered + timed(world, lambda: put_rows(table, rows, some))) / (2 * len(rows))
+
+
+class _LinearModel(nn.Module):
+    """A model that computes next to nothing: `(dense [b, F], pooled [b, P]) -> logits [b]`."""
+
+    def __init__(self, pooled_width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(pooled_width, 1)
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.layer(pooled).squeeze(1)
+
+
+def _step_seconds(world: World, tables: int, dim: int) -> float:
+    """Return the seconds of a training step of few samples on all ranks, with `tables` small tables
+    that are cached whole."""
+    samples = _FEW_SAMPLES * world.size
+    source = SyntheticSource(SyntheticSpec([_FEW_ROWS] * tables, global_batch_size=samples))
+    specs = [TableSpec(f"t_{name}", _FEW_ROWS, dim, (name,)) for name in source.features]
+    slots = -(-_FEW_ROWS * tables // world.size) * world.size
+    settings = CachedSettings("data", (slots,), *AHEAD)
+    model = _LinearModel(tables * dim)
+    mode = CachedParallel(world, specs, source.features, model, row_update("sgd", 0.1), settings)
+    steps = itertools.count()
+    batches = (source.train_batch(step, world.rank, world.size) for step in steps)
+    stream = mode.stream(itertools.islice(batches, _WARM + _CALLS))
+    for _ in range(_WARM):
+        mode.train_step(next(stream))
+
+    def train() -> None:
+        for _ in range(_CALLS // 4):
+            mode.train_step(next(stream))
+
+    seconds = timed(world, train, 2) / (_CALLS // 4)
+    stream.close()
+    mode.close()
+    return seconds
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ _WENT = {
     "cache.order": "numbering rows by popularity gained nothing and made plans slower",
     "analyze.memory": "every row is counted, in 8 bytes: less than its own values take",
     "reset_evicted": "TorchRec's managed collisions are not planned ahead any more",
+    "planner_threads": "a prediction has one planner time per id, which measure=true measures "
+    "(trainer.planner_threads sets the threads of a run)",
     "cache.admission": "rows that leave first unless they score higher changed next to nothing",
 }
 """Keys that were there once, and why they are not."""

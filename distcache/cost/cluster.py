@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,77 +71,31 @@ class Compute:
 
 @dataclass(frozen=True)
 class HostTimes:
-    """What a rank's threads take on its host, in seconds on a core; all 0: nothing.
+    """Seconds that the threads of a rank take on its host; all 0: nothing.
 
-    Training: `launch_s`, a kernel or copy that any thread issues; `training_s`, its own work of a
-    step, without the dense part's, and `summing_s`, more with several ranks. The planner:
-    `planning_s` of a step, `id_s` of an id, `named_s` of a distinct row that ranks name to a home,
-    `decided_s` of one that a home decides on, `fetched_s` of one that it fetches, `placed_s` of one
-    that a rank's plan has; `serial`: the share of all these, but for `planning_s`, that the
-    planner's thread does alone, `planner_threads`: k, which share the rest where it is long
-    enough (`planner.threads.LEAST_S`). The talker: `exchange_s` of an exchange of two planners,
-    `told_s` of a number that one tells, or hears. Movement: `moving_s` of a step, `listed_s` of a
-    distinct row that the rank names, `moved_s` of one that its home fetches or writes back, `row_s`
-    of one gathered or scattered. All together: `python_s` of a step in which one of them has
-    Python's interpreter for its own work, and the others wait if they want it, and
-    `python_more_s`, more with several ranks. Of mode `hybrid`, where training's thread is the
-    only one: `hybrid_s`, its own work of a step, which is TorchRec's and the package's, and
-    `hybrid_more_s`, more with several ranks. `name`: where the numbers come from.
+    `launch_s`: of a kernel or copy that is issued; `id_s`: of an id that is planned, by all planner
+    threads together; `row_s`: of a row that the mover gathers from host memory or scatters there;
+    `step_s`: of a step, whatever its size: Python, of which one thread runs at a time. `name`: the
+    source of the numbers.
     """
 
     launch_s: float = 0.0
-    training_s: float = 0.0
-    summing_s: float = 0.0
-    planning_s: float = 0.0
     id_s: float = 0.0
-    named_s: float = 0.0
-    decided_s: float = 0.0
-    fetched_s: float = 0.0
-    placed_s: float = 0.0
-    exchange_s: float = 0.0
-    told_s: float = 0.0
-    moving_s: float = 0.0
-    listed_s: float = 0.0
-    moved_s: float = 0.0
     row_s: float = 0.0
-    python_s: float = 0.0
-    python_more_s: float = 0.0
-    hybrid_s: float = 0.0
-    hybrid_more_s: float = 0.0
-    serial: float = 1.0
-    planner_threads: int = 1
+    step_s: float = 0.0
     name: str = "given"
 
 
 HOST = HostTimes(
-    launch_s=7e-6,
-    training_s=3.72e-4,
-    summing_s=6.21e-7,
-    planning_s=4.97e-4,
-    id_s=1.52e-8,
-    named_s=1.69e-8,
-    decided_s=2.27e-8,
-    fetched_s=7.97e-8,
-    placed_s=4.62e-9,
-    exchange_s=3.74e-4,
-    told_s=1.1e-9,
-    moving_s=4.09e-4,
-    listed_s=5.72e-9,
-    moved_s=1.74e-8,
-    row_s=1.67e-8,
-    python_s=1.11e-3,
-    python_more_s=3.25e-4,
-    hybrid_s=1.07e-3,
-    hybrid_more_s=7.27e-4,
-    serial=0.0302,
-    planner_threads=6,
-    name="measured on 2 shared cores of an AMD EPYC",
+    launch_s=1.9e-5,
+    id_s=1.8e-8,
+    row_s=6e-8,
+    step_s=1.1e-3,
+    name="measured beside an H100, step_s on two CPU cores",
 )
-"""Measured on a CPU, except `launch_s`, an estimate of the time of a kernel launch beside a GPU,
-and `planner_threads`, of which `trainer.planner_threads=auto` takes the rank's share of the cores,
-14 in a DGX H100. A planner's wait for those of other ranks is
-in none. Constants vary from run to run of one machine by a third, and single ones of a fit by more.
-"""
+"""Defaults, from runs on a machine with an H100 and 16 CPU cores (docs/results/gpu.md): eight
+threads plan 1,048,570 ids in 18.7 ms, and gather 114,645 rows in 6.7 ms; scattering is taken to
+be as fast. `step_s` is what all threads take for a step of 64 samples on two CPU cores."""
 
 
 DEVICES: dict[str, tuple[float, float, float]] = {
@@ -179,9 +133,9 @@ def device_compute(
 
 _PARTS = {
     **dict.fromkeys(("host", "inside", "between"), Link),
-    **{"compute": Compute, "threads": HostTimes},
+    **{"compute": Compute, "host_times": HostTimes},
 }
-"""What a cluster is made of."""
+"""Parts of a cluster that are records of their own."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +145,8 @@ class Cluster:
     `host`: a rank's link to its host's memory; `inside`: to ranks of its node; `between`: of one
     rank to other nodes (`Link.shared` where ranks share a network card), None on one node;
     `device_memory`: bytes of a rank's device, None: not limited; `collective_s`: seconds to start a
-    collective; `overlap`: share of the movement that could hide behind compute which does, and of
-    what the `threads` of a rank's host do beside it.
+    collective; `overlap`: share of what could hide behind compute that does: of movement, and of
+    the time that the threads of a rank's host take (`host_times`).
     """
 
     ranks: int
@@ -204,7 +158,7 @@ class Cluster:
     compute: Compute = field(default_factory=Compute)
     collective_s: float = COLLECTIVE_S
     overlap: float = 1.0
-    threads: HostTimes = field(default_factory=HostTimes)
+    host_times: HostTimes = field(default_factory=HostTimes)
 
     def __post_init__(self) -> None:
         for key, value in (("world_size", self.ranks), ("nodes", self.nodes)):
@@ -220,22 +174,27 @@ class Cluster:
                 f"nodes={self.nodes}, and the bandwidth between them is missing: give between= a "
                 f"preset ({', '.join(PRESETS)}) or '{{bandwidth: 25e9, latency: 3e-6}}'"
             )
-        for key, share in (("overlap", self.overlap), ("threads.serial", self.threads.serial)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"{key}={share}: it is a share, from 0 to 1")
-        above = {"bandwidth": "bytes per second, such as 25e9", "planner_threads": "how many"}
+        if not 0 <= self.overlap <= 1:
+            raise ConfigError(f"overlap={self.overlap}: it is a share, from 0 to 1")
         for part in _PARTS:
             for name, value in vars(getattr(self, part) or self.host).items():
-                strange = not (isinstance(value, int | float) and math.isfinite(value))
-                if name != "name" and (strange or value < 0 or (value == 0 and name in above)):
-                    least = "above 0" if name in above else "at least 0"
-                    how = above.get(name, "seconds")
-                    raise ConfigError(f"{part}.{name}={value}: it must be {least}: give {how}")
+                if name != "name":
+                    _check_number(f"{part}.{name}", value)
 
     @property
     def local_ranks(self) -> int:
         """Ranks of one node."""
         return self.ranks // self.nodes
+
+
+def _check_number(key: str, value: object) -> None:
+    """Raise ConfigError unless `value` is a bandwidth above 0, or seconds of at least 0."""
+    positive = key.endswith(".bandwidth")
+    number = isinstance(value, int | float) and math.isfinite(value)
+    if not number or value < 0 or (positive and value == 0):
+        rule = "above 0: give bytes per second, such as 25e9"
+        rule = rule if positive else "at least 0: give seconds"
+        raise ConfigError(f"{key}={value}: it must be {rule}")
 
 
 def parse_link(key: str, value: str | Mapping[str, Any] | None) -> Link:
@@ -282,20 +241,33 @@ def write_cluster(cluster: Cluster, folder: Path) -> Path:
 
 
 def read_cluster(path: str | Path, key: str = "cache.cluster") -> Cluster:
-    """The cluster that a file, or the folder that has it, describes.
+    """Return the cluster that a file, or the folder that holds it, describes.
 
-    Raises ConfigError naming `key`, the file and the way out where it cannot be read, or describes
-    none.
+    Raises ConfigError naming `key`, the file and the remedy if it cannot be read, describes no
+    cluster, or was written by a version that measured other times.
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    how = f"give the {FILE} of python -m distcache.plan, or leave {key} out to measure"
+    remedy = f"give the {FILE} of python -m distcache.plan, or leave {key} out to measure"
     try:
         values = json.loads(file.read_text())
-        known = {name: kind for name, kind in _PARTS.items() if values.get(name) is not None}
-        return Cluster(**values | {name: kind(**values[name]) for name, kind in known.items()})
+        _check_keys(values)
+        parts = {name: kind for name, kind in _PARTS.items() if values.get(name) is not None}
+        return Cluster(**values | {name: kind(**values[name]) for name, kind in parts.items()})
     except OSError as error:
-        raise ConfigError(f"{key}={path}: cannot be read ({error.strerror}): {how}") from error
+        raise ConfigError(f"{key}={path}: cannot be read ({error.strerror}): {remedy}") from error
     except ConfigError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{key}={path} describes no cluster ({error}): {how}") from error
+        raise ConfigError(f"{key}={path} describes no cluster ({error}): {remedy}") from error
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys that a cluster does not have: those of other versions."""
+    for part, kind in {"": Cluster, **_PARTS}.items():
+        section = values.get(part) or {} if part else values
+        if unknown := sorted(section.keys() - {f.name for f in fields(kind)}):
+            names = ", ".join(f"{part}.{name}".lstrip(".") for name in unknown)
+            raise ConfigError(
+                f"the file is of another version of distcache; this one has no {names}: measure "
+                "again with python -m distcache.plan measure=true"
+            )

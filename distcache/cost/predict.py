@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster, Compute
+from distcache.cost.cluster import Cluster, Compute, HostTimes
 from distcache.cost.demand import Demand
 from distcache.cost.traffic import (
     AT_HOME,
@@ -39,17 +39,14 @@ from distcache.cost.traffic import (
 )
 from distcache.errors import ConfigError, unknown_value
 from distcache.layout import split_slots
-from distcache.planner.threads import LEAST_S
 
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.
 #
-# A step lasts as long as the longest of eight: its critical path (compute and the exchanges that
-# compute waits for), all that its network sends, all that its host link moves, what each of the
-# threads of its host does, which work on steps ahead: one launches training's kernels, one plans,
-# one talks with the planners of other ranks, one moves; and what all of these do in Python. What
-# hides is on the network and the host link only: fills and rows that travel early, and all movement
-# over the host link.
+# A step lasts as long as the longest of six: its critical path (compute and the exchanges that
+# compute waits for), all that its network sends, all that its host link moves, and the time of each
+# of three host threads, which work on steps ahead: one launches training's kernels, one plans, one
+# moves rows. Fills and rows that travel early hide on the network, all movement on the host link.
 
 HIDDEN_STAGES = ("fill", "early_rows")
 """Exchanges of rows that the coming steps need: beside compute."""
@@ -59,20 +56,17 @@ BACKWARD_SHARE = 2 / 3
 
 
 class HostSeconds(NamedTuple):
-    """What the threads of a rank's host take for a step: training's, which launches its kernels,
-    the planner's, that which exchanges what planners tell one another, and movement's; and all of
-    them together with Python's interpreter, which one has at a time."""
+    """Seconds per step of the threads of a rank's host: training, which launches kernels, the
+    planner, and the mover."""
 
     launch: float = 0.0
     planner: float = 0.0
-    talker: float = 0.0
     mover: float = 0.0
-    interpreter: float = 0.0
 
 
 COMPUTE, LINK = "compute", "link"
 BINDS = (COMPUTE, LINK, *HostSeconds._fields)
-"""What a step may be as long as."""
+"""Names of the parts that a step can be as long as."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +118,7 @@ def step_time(
     backward.
 
     `cluster.overlap` is the share of what could hide that does: 1 where copies and collectives have
-    engines of their own, 0 where they and the threads take the processor that computes. Training
-    launches nothing there: what it computes has its calls, and nobody waits for the interpreter
-    who does not wait for that.
+    engines of their own, 0 where they and the threads take the processor that computes.
     """
     dense, sparse = compute
     exposed, hidden = 0.0, 0.0
@@ -140,11 +132,9 @@ def step_time(
         exposed += seconds - behind
     host_in = traffic.host_in + cluster.overlap * traffic.index_bytes
     host = max(cluster.host.seconds(host_in), cluster.host.seconds(traffic.host_out))
-    beside, alone = cluster.overlap, 1 - cluster.overlap
-    launch, interpreter = beside * threads.launch, beside * threads.interpreter
-    threads = threads._replace(launch=launch, interpreter=interpreter)
+    alone = 1 - cluster.overlap
     path = {COMPUTE: dense + sparse, LINK: exposed + alone * host}
-    path |= {name: alone * getattr(threads, name) for name in ("planner", "talker", "mover")}
+    path |= {name: alone * seconds for name, seconds in threads._asdict().items()}
     ends = {LINK: max(exposed + hidden, host), **threads._asdict()}
     critical, longest = sum(path.values()), max(ends, key=ends.__getitem__)
     total = max(critical, ends[longest])
@@ -174,67 +164,31 @@ occurrences), for a row of the plan (its slot, and again where it is fetched), f
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
 place among all rows, and the home's own)."""
 
-EXCHANGE_GROWTH = 0.23
-"""By how much an exchange of planners on one node takes more of their cores with each rank beyond
-two, beside what is told in it: docs/results/planner.md."""
 
-FAR_EXCHANGE, FAR_EXCHANGE_GROWTH = 2.9, 0.27
-"""How many times as much one of two ranks on several nodes takes, by gloo; and by how much more
-with each doubling of the ranks: docs/results/planner.md."""
+def host_seconds(demand: Demand, host_times: HostTimes, all_hits: Sequence[Hits]) -> HostSeconds:
+    """Return the seconds per step of a rank's host threads, for cached or resident rows.
 
-
-def host_seconds(
-    demand: Demand, cluster: Cluster, parts: Sequence[Part], found: Sequence[Hits], placement: str
-) -> tuple[HostSeconds, float]:
-    """What the threads of a rank's host take for a step, and the bytes of its index tensors;
-    `found`: of each part, what comes and goes.
-
-    A home gets as many rows named as a rank names, and decides on a W-th of all; resident ones need
-    no decision. Of replicated rows every rank's plan has all.
+    `all_hits`: of the parts of all groups, over all ranks: their fetched and written-back rows are
+    the rows that movers gather and scatter.
     """
-    world, groups, threads = demand.world_size, len(demand.groups), cluster.threads
+    groups = len(demand.groups)
     ids = sum(group.lookups for group in demand.groups)
-    placed = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
-    fetched = sum(own.fetched for own in found) / world
-    moved = fetched + sum(own.written_back for own in found) / world
-    decided = 0.0 if placement == RESIDENT else demand.world_rows / world
-    planner = threads.id_s * ids
-    planner += threads.named_s * demand.rank_rows + threads.placed_s * placed
-    planner += threads.decided_s * decided + threads.fetched_s * fetched
-    shared = (1.0 - threads.serial) * planner
-    # Amdahl 1967; threads share loops over ids and loops over rows, about as long.
-    at_work = max(1.0, min(threads.planner_threads, shared / (2 * LEAST_S)))
-    planner += shared / at_work - shared
-    planner += threads.planning_s
-    size, told = exchange_of(demand, cluster.nodes, parts)
-    talker = threads.exchange_s * size + threads.told_s * told
-    named = INDEX_BYTES[2] + INDEX_BYTES[3] * (world > 1)
-    nbytes = INDEX_BYTES[0] * ids + INDEX_BYTES[1] * placed + named * demand.rank_rows
-    mover = threads.moving_s + threads.listed_s * demand.rank_rows
-    mover += (threads.moved_s + threads.row_s) * moved
-    mover += threads.launch_s * (MOVES + GROUP_MOVES * groups)
-    launches = threads.training_s + threads.summing_s * (world > 1)
-    launches += threads.launch_s * launches_of(demand, GROUP_LAUNCHES)
-    interpreter = threads.python_s + threads.python_more_s * (world > 1)
-    return HostSeconds(launches, planner, talker, mover, interpreter), nbytes
+    moved = sum(hits.fetched + hits.written_back for hits in all_hits) / demand.world_size
+    moves = MOVES + GROUP_MOVES * groups
+    return HostSeconds(
+        launch=host_times.step_s + host_times.launch_s * launches_of(demand, GROUP_LAUNCHES),
+        planner=host_times.id_s * ids,
+        mover=host_times.row_s * moved + host_times.launch_s * moves,
+    )
 
 
-def exchange_of(demand: Demand, nodes: int, parts: Sequence[Part]) -> tuple[float, float]:
-    """What a rank does for an exchange of planners: how many times what two ranks of a node do
-    whatever they tell, and how many numbers it writes and reads.
-
-    Rows are asked for, and homes answer with their places; of replicated ones they tell all ranks
-    the slots too, in which lies which are fetched: on one node written once, else for each rank.
-    """
-    world = demand.world_size
-    if world == 1:
-        return 0.0, 0.0
-    told = 2 * demand.rank_rows * (world - 1) / world
-    slots = sum(part.copied * part.rows.world_rows for part in parts)
-    if nodes > 1:
-        size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH * (math.log2(world) - 1))
-        return size, 2 * (told + slots * (world - 1) / world)
-    return 1 + EXCHANGE_GROWTH * (world - 2), 2 * told + slots
+def index_bytes(demand: Demand, parts: Sequence[Part]) -> float:
+    """Return the bytes of index tensors that movement sends to a rank's device for one step. The
+    plan of a rank has the rows of all ranks where they are replicated."""
+    ids = sum(group.lookups for group in demand.groups)
+    planned = sum(p.rows.world_rows if p.copied else p.rows.rank_rows for p in parts)
+    requested = INDEX_BYTES[2] + INDEX_BYTES[3] * (demand.world_size > 1)
+    return INDEX_BYTES[0] * ids + INDEX_BYTES[1] * planned + requested * demand.rank_rows
 
 
 def launches_of(demand: Demand, group_launches: int) -> int:
@@ -357,8 +311,8 @@ def _cached(
     hits = Hits(*map(sum, zip(*found, strict=True)))
     exchanges = [e for e in exchanges if e.nbytes > 0]
     exchanges.append(dense_exchange(settings.dense_parameters, world, item))
-    threads, index = host_seconds(demand, cluster, parts, found, placement)
-    traffic = Traffic(tuple(exchanges), host_in, host_out, index)
+    threads = host_seconds(demand, cluster.host_times, found)
+    traffic = Traffic(tuple(exchanges), host_in, host_out, index_bytes(demand, parts))
     sparse = _row_seconds(parts, state, world, cluster.compute)
     compute = cluster.compute.sample_s * demand.batch, sparse
     time = step_time(traffic, cluster, compute, threads)
@@ -398,8 +352,8 @@ def _hybrid(layout: str, demand: Demand, cluster: Cluster, settings: Settings) -
     updates, each = demand.world_rows / world, cluster.compute
     sparse = busiest * (each.lookup_s * lookups + each.update_s * updates)
     launches = DENSE_LAUNCHES + launches_of(demand, FUSED_LAUNCHES)
-    own = cluster.threads.hybrid_s + cluster.threads.hybrid_more_s * (world > 1)
-    threads = HostSeconds(own + cluster.threads.launch_s * launches)
+    host_times = cluster.host_times
+    threads = HostSeconds(host_times.step_s + host_times.launch_s * launches)
     time = step_time(traffic, cluster, (each.sample_s * demand.batch, sparse), threads, ddp=True)
     largest, memory = hybrid_memory(demand, layout, item, exchanges)
     refused = _too_large(memory, cluster)

@@ -26,7 +26,6 @@ from distcache.cost.cluster import HOST, Cluster, Compute, Link
 from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.groups import Placement
 from distcache.engine.placing import CacheRequest
-from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate, row_update
@@ -57,8 +56,7 @@ def measure(
     about a second.
 
     Where nodes have different numbers of ranks they count as one. On a CPU all movement takes the
-    cores that compute. What the threads of their hosts take is the table's, with as many that plan
-    as here.
+    cores that compute. The times of host threads are the defaults, `HOST`.
     """
     generator = torch.Generator().manual_seed(world.rank)
     nodes, every = world.nodes, range(world.size)
@@ -89,7 +87,7 @@ def measure(
         compute=Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / shape[0]),
         collective_s=0.0,
         overlap=0.0 if world.device.type == "cpu" else 1.0,
-        threads=replace(HOST, planner_threads=planner_threads("auto", world)),
+        host_times=HOST,
     )
 
 

@@ -1,62 +1,51 @@
-"""What the host's threads take of a predicted step: which of them binds, and what moves that."""
+"""Host threads in a predicted step: their times, the part that binds, and files of a cluster."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+import json
 
 import pytest
 from cost_cases import BAGS, BATCH, cluster, demand, settings
 
-from distcache.cli import plan_run as host_times
 from distcache.cli.compose import read_line
 from distcache.cli.plan_run import Options, parse_request
-from distcache.comm.world import close_world, open_world
-from distcache.cost.cluster import (
-    HOST,
-    Cluster,
-    HostTimes,
-    device_compute,
-    read_cluster,
-    write_cluster,
-)
+from distcache.cost.cluster import HOST, HostTimes, device_compute, read_cluster, write_cluster
 from distcache.cost.predict import (
     BINDS,
-    EXCHANGE_GROWTH,
-    FAR_EXCHANGE,
-    FAR_EXCHANGE_GROWTH,
+    DENSE_LAUNCHES,
+    FUSED_LAUNCHES,
     GROUP_LAUNCHES,
+    GROUP_MOVES,
     INDEX_BYTES,
     LAUNCHES,
+    MOVES,
     RANK_LAUNCHES,
     Prediction,
     choose_placement,
     compare,
-    crossovers,
     predict,
 )
 from distcache.cost.traffic import REPLICATED, RESIDENT, SHARDED, TABLE_WISE
-from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.errors import ConfigError
 
 
 def predicted(kind: str, times: HostTimes, world: int = 4, slots: int = 2000, **more) -> Prediction:
-    """A step on the tests' cluster with these times of its host."""
-    return predict(kind, demand(world), cluster(world, threads=times, **more), settings(slots))
+    """Predict a step on the tests' cluster with these host times."""
+    there = cluster(world, host_times=times, **more)
+    return predict(kind, demand(world), there, settings(slots))
 
 
 SLOW = {
     "planner": HostTimes(id_s=1e-3),
-    "talker": HostTimes(exchange_s=1.0),
-    "mover": HostTimes(moving_s=1.0),
-    "launch": HostTimes(launch_s=1e-2),
-    "interpreter": HostTimes(python_s=0.6, python_more_s=0.4),
+    "mover": HostTimes(row_s=1e-1),
+    "launch": HostTimes(step_s=1.0),
 }
 
 
 @pytest.mark.parametrize("thread", SLOW)
 def test_a_step_is_as_long_as_the_thread_that_binds(thread: str) -> None:
-    free, time = (predicted(SHARDED, t).time for t in (HostTimes(), SLOW[thread]))
+    free = predicted(SHARDED, HostTimes(), slots=400).time
+    time = predicted(SHARDED, SLOW[thread], slots=400).time
     assert free.binds in ("compute", "link") and not any(free.threads)
     assert time.binds == thread and thread in BINDS
     assert time.total == getattr(time.threads, thread) > free.total
@@ -64,62 +53,26 @@ def test_a_step_is_as_long_as_the_thread_that_binds(thread: str) -> None:
     assert time.dense + time.sparse + time.exposed + free.waiting == pytest.approx(free.total)
 
 
-def test_more_threads_plan_faster_until_something_else_binds(monkeypatch) -> None:
-    """By Amdahl's law: what one thread does alone stays; where no thread has too little to do."""
-    ids = sum(BAGS) * BATCH
-    few = HostTimes(id_s=6e-4 / ids, serial=0.0)
-    for k, at_work in ((1, 1), (2, 1.2), (16, 1.2)):
-        time = predicted(SHARDED, replace(few, planner_threads=k)).time
-        assert time.threads.planner == pytest.approx(6e-4 / at_work)
-    monkeypatch.setattr("distcache.cost.predict.LEAST_S", 1e-9)
-    for serial in (0.0, 0.25):
-        slow = HostTimes(id_s=1e-6, planning_s=1e-5, serial=serial)
-        found = [predicted(SHARDED, replace(slow, planner_threads=k)).time for k in (1, 2, 16)]
-        for k, time in zip((1, 2, 16), found, strict=True):
-            share = serial + (1 - serial) / k
-            assert time.threads.planner == pytest.approx(1e-5 + share * ids * 1e-6)
-        assert found[0].binds == "planner" and found[0].total > found[1].total
-        assert (found[2].binds == "planner") == (serial > 0)
+@pytest.mark.parametrize("kind", [REPLICATED, SHARDED])
+def test_each_thread_has_its_own_times(kind: str) -> None:
+    """Ids of the batch, rows that the rank moves, launches, and a fixed time."""
+    hits = predicted(kind, HostTimes()).hits
+    rows = (hits.fetched + hits.written_back) / 4
+    launches = LAUNCHES + GROUP_LAUNCHES + RANK_LAUNCHES
+    threads = predicted(kind, HostTimes(1e-6, 1e-7, 1e-5, 1e-3)).time.threads
+    assert threads.planner == pytest.approx(1e-7 * sum(BAGS) * BATCH)
+    assert threads.mover == pytest.approx(1e-5 * rows + 1e-6 * (MOVES + GROUP_MOVES))
+    assert threads.launch == pytest.approx(1e-3 + 1e-6 * launches)
 
 
-def test_what_a_planner_does_follows_from_rows_and_ranks() -> None:
-    """A home decides on a W-th of the rows that ranks touch; a plan has all of them where they are
-    replicated, and those that its rank names where they are sharded."""
+@pytest.mark.parametrize("kind", [REPLICATED, SHARDED])
+def test_index_bytes_follow_ids_and_rows(kind: str) -> None:
+    """A plan has the rows of all ranks where they are replicated."""
     step = demand(4)
-    for kind, placed in ((REPLICATED, step.world_rows), (SHARDED, step.rank_rows)):
-        whole = predicted(kind, HostTimes())
-        fetched = whole.hits.fetched / 4
-        wanted = {"id_s": sum(BAGS) * BATCH, "named_s": step.rank_rows, "placed_s": placed}
-        wanted |= {"decided_s": step.world_rows / 4, "fetched_s": fetched}
-        for key, count in wanted.items():
-            time = predicted(kind, HostTimes(**{key: 1e-9})).time
-            assert time.threads.planner == pytest.approx(count * 1e-9), key
-            assert time.threads.talker == 0
-        # To and from three others: what it asks and answers; slots are written once, and read.
-        told = 2 * 3 / 4 * 2 * step.rank_rows
-        told += step.world_rows if kind == REPLICATED else 0
-        growth = 1 + 2 * EXCHANGE_GROWTH
-        for times, took in ((HostTimes(exchange_s=1e-9), growth), (HostTimes(told_s=1e-9), told)):
-            threads = predicted(kind, times).time.threads
-            assert (threads.planner, threads.talker) == (0, pytest.approx(took * 1e-9))
-        sent = INDEX_BYTES[0] * wanted["id_s"] + INDEX_BYTES[1] * placed
-        sent += (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
-        assert whole.traffic.index_bytes == pytest.approx(sent)
-        moved = fetched + whole.hits.written_back / 4
-        times = HostTimes(listed_s=1e-9, row_s=1e-7, moved_s=9e-7)
-        mover = predicted(kind, times).time.threads.mover
-        assert mover == pytest.approx(1e-9 * step.rank_rows + 1e-6 * moved)
-
-
-def test_planners_of_several_nodes_tell_each_other_rank_by_rank() -> None:
-    """Over gloo, to which slots are given once for each rank, and which brings as many."""
-    step = demand(4)
-    told = 2 * 3 / 4 * (2 * step.rank_rows + step.world_rows) * 1e-9
-    size = FAR_EXCHANGE * (1 + FAR_EXCHANGE_GROWTH) * 1e-9
-    for times, took in ((HostTimes(exchange_s=1e-9), size), (HostTimes(told_s=1e-9), told)):
-        there = cluster(4, 2, threads=times)
-        found = predict(REPLICATED, step, there, settings())
-        assert found.time.threads.talker == pytest.approx(took)
+    planned = step.world_rows if kind == REPLICATED else step.rank_rows
+    sent = INDEX_BYTES[0] * sum(BAGS) * BATCH + INDEX_BYTES[1] * planned
+    sent += (INDEX_BYTES[2] + INDEX_BYTES[3]) * step.rank_rows
+    assert predicted(kind, HostTimes()).traffic.index_bytes == pytest.approx(sent)
 
 
 def test_indices_of_a_large_step_keep_their_budget() -> None:
@@ -131,82 +84,87 @@ def test_indices_of_a_large_step_keep_their_budget() -> None:
         assert 0.5 * most < found.traffic.index_bytes <= most
 
 
-def test_launches_follow_groups_and_ranks_and_fused_tables_have_no_planner() -> None:
-    for world in (1, 4):
-        every = LAUNCHES + GROUP_LAUNCHES + RANK_LAUNCHES * (world > 1)
-        times = HostTimes(launch_s=1e-6, training_s=1e-3, summing_s=2e-3)
-        own = 1e-3 + 2e-3 * (world > 1) + every * 1e-6
-        assert predicted(REPLICATED, times, world).time.threads.launch == pytest.approx(own)
-    for world in (1, 4):
-        none = replace(HOST, hybrid_s=0.0, hybrid_more_s=0.0)
-        every = none, replace(none, hybrid_s=3e-3), replace(none, hybrid_more_s=5e-3)
-        fused, *hybrid = (predicted(TABLE_WISE, of, world).time.threads for of in every)
-        assert fused.launch > 0 == fused.planner == fused.mover
-        own = [of.launch - fused.launch for of in hybrid]
-        assert own == pytest.approx([3e-3, 5e-3 * (world > 1)])
+@pytest.mark.parametrize("world", [1, 4])
+def test_launches_follow_ranks_and_hybrid_layouts_have_no_planner(world: int) -> None:
+    several = RANK_LAUNCHES * (world > 1)
+    times = HostTimes(launch_s=1e-6, step_s=1e-3)
+    cached = predicted(REPLICATED, times, world).time.threads
+    assert cached.launch == pytest.approx(1e-3 + 1e-6 * (LAUNCHES + GROUP_LAUNCHES + several))
+    hybrid = predicted(TABLE_WISE, times, world).time.threads
+    launches = DENSE_LAUNCHES + LAUNCHES + FUSED_LAUNCHES + several
+    assert hybrid.launch == pytest.approx(1e-3 + 1e-6 * launches)
+    assert hybrid.planner == hybrid.mover == 0
 
 
-def test_resident_rows_need_no_decision_and_do_not_move() -> None:
-    found = predicted(RESIDENT, HOST)
-    assert found.hits.fetched == found.hits.written_back == 0
-    assert found.traffic.host_in == found.traffic.host_out == 0 < found.traffic.index_bytes
+def test_resident_rows_do_not_move() -> None:
+    resident = predicted(RESIDENT, HOST)
+    assert resident.hits.fetched == resident.hits.written_back == 0
+    assert resident.traffic.host_in == resident.traffic.host_out == 0
+    assert resident.traffic.index_bytes > 0
     data = predicted(REPLICATED, HOST)
-    assert found.time.threads.planner < data.time.threads.planner
-    assert found.time.threads.mover < data.time.threads.mover
-    assert found.device_bytes > data.device_bytes
+    assert resident.time.threads.planner == data.time.threads.planner
+    assert resident.time.threads.mover < data.time.threads.mover
+    assert resident.device_bytes > data.device_bytes
     small = predict(RESIDENT, demand(1), cluster(1, device_memory=1000), settings())
     assert "device_memory=1,000" in str(small.refused)
 
 
-def test_without_a_device_planner_and_mover_take_the_core_that_computes() -> None:
-    times = HostTimes(id_s=1e-6, moving_s=1e-3, launch_s=1.0)
-    free, found = (predicted(SHARDED, t, overlap=0.0).time for t in (HostTimes(), times))
-    own = found.threads
-    assert own.launch == 0  # what computes has its calls
-    assert found.total == pytest.approx(free.total + own.planner + own.mover)
-    assert found.binds == "mover"
+def test_without_a_device_host_threads_take_the_core_that_computes() -> None:
+    free = predicted(SHARDED, HostTimes(), slots=400, overlap=0.0).time
+    times = HostTimes(1e-5, 1e-6, 1e-3, 1e-3)
+    slow = predicted(SHARDED, times, slots=400, overlap=0.0).time
+    assert slow.total == pytest.approx(free.total + sum(slow.threads))
+    assert slow.binds == "mover"
 
 
-def test_the_choice_and_the_crossovers_know_the_host() -> None:
-    """A plan has the rows of all ranks where they are replicated: what one that is put together
-    takes speaks for sharded ones."""
-    slow, warm = HostTimes(placed_s=1e-5), settings(5340)
-
-    def there(world: int, times: HostTimes) -> Cluster:
-        return cluster(world, collective_s=1e-4, threads=times)
-
-    def changes(times: HostTimes) -> list[tuple]:
-        points = [compare(demand(w), there(w, times), warm, "time") for w in (4, 8)]
-        return [(found.before, found.old, found.new) for found in crossovers(points)]
-
-    for times, best in ((HostTimes(), REPLICATED), (slow, SHARDED)):
-        found, why = choose_placement(demand(4), there(4, times), warm)
-        assert found.placement == best
-        assert why.startswith(f"predicted ms per step: {best} ")
-    assert changes(HostTimes()) != changes(slow)
+def test_the_choice_knows_the_time_per_row() -> None:
+    """A replicated cache holds fewer distinct rows than a sharded one, so it moves more rows."""
+    seconds = {}
+    for row_s in (0.0, 1e-3):
+        there = cluster(4, host_times=HostTimes(row_s=row_s), collective_s=1e-4)
+        point = compare(demand(4), there, settings(5000), "time", hybrid=False)
+        seconds[row_s] = {p.placement: p.time.total for p in point.predictions}
+        chosen, why = choose_placement(demand(4), there, settings(5000))
+        assert chosen.placement == SHARDED
+        assert why.startswith("predicted ms per step: sharded ")
+    assert seconds[0.0][SHARDED] == seconds[1e-3][SHARDED]
+    assert seconds[0.0][REPLICATED] < seconds[1e-3][REPLICATED]
 
 
-def test_a_cluster_keeps_its_threads(tmp_path) -> None:
-    there = cluster(2, threads=replace(HOST, planner_threads=3, name="measured"))
-    write_cluster(there, tmp_path)
-    assert read_cluster(tmp_path) == there
-    file = tmp_path / "cluster.json"
-    for wrong, said in (('"serial": 1.5', "serial=1.5"), ('"serial": "much"', "describes no")):
-        text = file.read_text().replace(f'"serial": {HOST.serial}', wrong)
-        (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(ConfigError, match=said):
-            read_cluster(tmp_path / "wrong.json")
-    for key, value in (("id_s", -1.0), ("serial", 2.0), ("planner_threads", 0)):
-        with pytest.raises(ConfigError, match=f"threads.{key}={value}"):
-            cluster(2, threads=HostTimes(**{key: value}))
+def test_a_file_keeps_the_host_times(tmp_path) -> None:
+    there = cluster(2, host_times=HostTimes(1e-6, 2e-8, 3e-8, 4e-4, "measured"))
+    file = write_cluster(there, tmp_path)
+    assert read_cluster(tmp_path) == read_cluster(file) == there
+    two_nodes = cluster(4, 2)
+    assert read_cluster(write_cluster(two_nodes, tmp_path)) == two_nodes
+    for key in ("launch_s", "id_s", "row_s", "step_s"):
+        with pytest.raises(ConfigError, match=f"host_times.{key}=-1.0: it must be at least 0"):
+            cluster(2, host_times=HostTimes(**{key: -1.0}))
 
 
-def test_the_table_has_every_time() -> None:
-    fitted = {name: getattr(HOST, name) for name in host_times.PLANNER}
-    others = [own.name for own in fields(HostTimes) if own.name not in ("name", *fitted)]
-    assert all(getattr(HOST, name) > 0 for name in others)
-    assert min(fitted.values()) >= 0 and list(fitted.values()).count(0.0) < 2  # a fit may find one
-    assert 0 < HOST.serial < 1
+@pytest.mark.parametrize("change", ["old", "unknown", "part", "list"])
+def test_a_file_of_another_version_is_refused(tmp_path, change: str) -> None:
+    values = json.loads(write_cluster(cluster(2), tmp_path).read_text())
+    if change == "old":
+        values["threads"] = values.pop("host_times") | {"serial": 0.03, "training_s": 4e-4}
+    elif change == "unknown":
+        values["compute"]["python_s"] = 1e-3
+    elif change == "part":
+        values["host_times"] = 1e-3
+    else:
+        values = [values]
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(values))
+    names = {
+        "old": r"has no threads: measure again with .* measure=true",
+        "unknown": r"has no compute\.python_s: measure again",
+    }
+    with pytest.raises(ConfigError, match=names.get(change, "describes no cluster")):
+        read_cluster(file)
+
+
+def test_the_defaults_have_every_time() -> None:
+    assert min(HOST.launch_s, HOST.id_s, HOST.row_s, HOST.step_s) > 0
 
 
 def test_a_device_computes_at_what_kernels_reach() -> None:
@@ -217,19 +175,3 @@ def test_a_device_computes_at_what_kernels_reach() -> None:
     assert 16_384 * sample == pytest.approx(2.23e9 / 2.7e12 + 49.3e9 / 45e12, rel=0.03)
     plain = device_compute("h200", 64, 0, 502_000).sample_s
     assert plain == pytest.approx(6 * 502_000 / 45e12, rel=0.01)
-
-
-def test_all_that_planner_threads_share_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, plain = set(), host_times.Counted.each
-
-    def each(self: host_times.Counted, call: Any, arguments: Any) -> list:
-        shared.add(call.__name__)
-        return plain(self, call, arguments)
-
-    monkeypatch.setattr(host_times.Counted, "each", each)
-    world = open_world("cpu")
-    source = SyntheticSource(SyntheticSpec([900, 40], global_batch_size=64))
-    counts, seconds, serial = host_times.time_planner(world, source)
-    close_world(world)
-    assert shared >= {"name_span", "divide_span", "advance", "order_ids"}
-    assert 0 < serial < 1 and seconds > 0 and counts["id_s"] == 128
