@@ -42,8 +42,8 @@ from distcache.engine.groups import (
 from distcache.errors import ConfigError
 from distcache.planner.victims import DEFAULT
 from distcache.popularity.slots import cache_slots
+from distcache.sizing.resolve import resolve_placement
 from distcache.trainer import build
-from distcache.trainer.plan_cache import resolve_placement
 
 BATCHES_AHEAD = 3
 """Batches that a planner reads beyond the window of the step that it plans, at most."""

@@ -50,7 +50,7 @@ from distcache.errors import human_bytes
 from distcache.popularity.curve import TOP_SHARES, TableProfile
 from distcache.popularity.statistics import write_statistics
 from distcache.replay import Outcome
-from distcache.trainer.prediction import Sizes
+from distcache.sizing.prediction import Sizes
 from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.analyze")

@@ -37,9 +37,9 @@ from distcache.data.own import (
 )
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import TableSpec, lookup_names
+from distcache.sizing.resolve import most_ahead, opens_window
 from distcache.train import is_restart, new_run_dir, run_dir_of_job, run_folder
 from distcache.trainer import build
-from distcache.trainer.plan_cache import most_ahead, opens_window
 from distcache.trainer.record import Progress
 from distcache.trainer.schedule import Schedule
 from distcache.trainer.trainer import Loop, Run, TrainResult, find_starts, identity_of

@@ -21,10 +21,10 @@ from typing import Any
 from distcache.cli.compose import Line, run_command
 from distcache.cli.plan_run import Options, Plan, make_plan, measured_here, parse_request
 from distcache.cli.run import Table, describe_environment, open_folder, write_report
-from distcache.cost.cluster import Cluster, write_cluster
-from distcache.cost.predict import Point, Prediction, crossovers
-from distcache.cost.traffic import CACHED, HYBRID, MIXED, REPLICATED, SHARDED
 from distcache.errors import human_bytes
+from distcache.sizing.cluster import Cluster, write_cluster
+from distcache.sizing.cost import Point, Prediction, crossovers
+from distcache.sizing.traffic import CACHED, HYBRID, MIXED, REPLICATED, SHARDED
 from distcache.trainer.record import plain
 
 log = logging.getLogger("distcache.plan")
@@ -173,7 +173,7 @@ def cluster_table(cluster: Cluster) -> Table:
         for name, value in (own if isinstance(own, dict) else {"": own}).items()
     ]
     note = (
-        "As `cluster.json` has it (`distcache.cost.cluster.Cluster`): seconds, bytes, bytes per "
+        "As `cluster.json` has it (`distcache.sizing.cluster.Cluster`): seconds, bytes, bytes per "
         "second. Links are of one rank, in one direction; presets are raw figures: software "
         "reaches less. `host_times` is what the threads of a rank's host take."
     )

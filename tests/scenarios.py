@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSource, JaggedIds, slice_bounds
-from distcache.engine.placing import CacheRequest
 from distcache.layout import TableSpec
 from distcache.models import initialise
 from distcache.optim import RowUpdate, row_update
@@ -31,6 +30,7 @@ from distcache.popularity.statistics import (
     TableCounts,
     vocabulary_of,
 )
+from distcache.sizing.slots import CacheRequest
 
 
 class SmallNet(nn.Module):

@@ -19,7 +19,9 @@ THIRD_PARTY = {"torch", "torchrec", "torchmetrics", "numpy", "hydra", "omegaconf
 THIRD_PARTY |= {"yaml", "pyarrow", "fbgemm_gpu", "matplotlib", "triton", "numba", "llvmlite"}
 MOVES = {"engine", "parallel", "embedding", "store", "cache", "streams", "checkpoint", "trainer"}
 """What a pure room never imports: whatever moves rows, or knows a device or a run."""
-PURE = ("layout", "step_plan", "planner", "cost", "replay", "models", "errors", "ops")
+PURE = ("layout", "step_plan", "planner", "replay", "models", "errors", "ops")
+SIZES = {"sizing", "popularity"}
+"""What the engine never imports: it gets slots, a placement and popularity as values."""
 BELOW_CONFIG = "errors layout step_plan streams cache optim models ops store comm planner engine"
 
 
@@ -68,7 +70,12 @@ def test_imports_between_rooms_form_no_circle_and_the_pure_ones_move_nothing() -
     for room in BELOW_CONFIG.split():
         above = {"config", "cli", "checkpoint", "trainer"}
         assert not rooms[room] & above, f"{room} imports {rooms[room] & above}"
+        assert not rooms[room] & SIZES, f"{room} imports what decides slots and placement"
     assert not rooms["checkpoint"] & {"config", "cli", "trainer"}
+    for name in ("cluster", "cost", "demand", "traffic"):
+        imports = [name.split(".") for name in imports_of(FILES[f"sizing.{name}"])]
+        rooms = {parts[1] for parts in imports if parts[0] == "distcache"}
+        assert not rooms & MOVES, f"sizing/{name} moves rows"
 
 
 @pytest.mark.parametrize("file", FILES)

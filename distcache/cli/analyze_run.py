@@ -22,11 +22,7 @@ from distcache.planner.victims import DEFAULT, POLICIES, TAILS, Policy
 from distcache.popularity.curve import TableProfile, most_frequent
 from distcache.popularity.slots import BY_CURVE
 from distcache.replay import Case, Outcome, refusal, replay
-from distcache.stopping import StopRequest
-from distcache.trace import Trace
-from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.plan_cache import request_of
-from distcache.trainer.prediction import (
+from distcache.sizing.prediction import (
     Counted,
     RecordedRun,
     Sizes,
@@ -36,6 +32,10 @@ from distcache.trainer.prediction import (
     require_index,
     slots_of,
 )
+from distcache.sizing.resolve import request_of
+from distcache.stopping import StopRequest
+from distcache.trace import Trace
+from distcache.trainer.build import build_source, build_tables
 from distcache.trainer.schedule import make_schedule
 
 log = logging.getLogger("distcache.analyze")
@@ -312,7 +312,7 @@ def analyze(options: Options, simulate: bool, config: Config) -> Analysis:
     sizes = Sizes(request_of(config, tables), counted.statistics)
     most = min(options.replay, counted.lookups) if counted.stopped_by else options.replay
     with progress_bar("record", None, "step") as bar, StopRequest() as stop:
-        traces = record_run(source, check, schedule, ranks, most, bar.update, stop)
+        traces = record_run(source, check, schedule.order(), ranks, most, bar.update, stop)
     prediction = RecordedRun(traces, run_steps)
     if stop.signal:
         log.warning("stopped: the first %d steps of the run are replayed", prediction.recorded)

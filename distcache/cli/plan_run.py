@@ -5,24 +5,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from distcache.cli.compose import Line
 from distcache.cli.run import leave, output_folder, run_job, set_up_logging, train_command
-from distcache.comm.link import CollectiveCounters, Link
 from distcache.comm.rendezvous import end_with_agent, find_place
 from distcache.comm.world import World, close_world, open_world
 from distcache.config import option
@@ -34,7 +29,15 @@ from distcache.config.checks import (
     refuse_if,
 )
 from distcache.config.tree import OptimConfig
-from distcache.cost.cluster import (
+from distcache.data.criteo_folder import PRESETS as TABLES
+from distcache.errors import DistcacheError
+from distcache.layout import TableSpec, group_tables, stored_dtype
+from distcache.models import build_model
+from distcache.optim import RowUpdate, row_update
+from distcache.planner.victims import auto_lookahead
+from distcache.popularity.slots import cache_slots, given_rows
+from distcache.popularity.statistics import read_statistics
+from distcache.sizing.cluster import (
     DEVICES,
     FILE,
     HOST,
@@ -45,31 +48,10 @@ from distcache.cost.cluster import (
     read_cluster,
     write_cluster,
 )
-from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import (
-    GROUP_LAUNCHES,
-    LAUNCHES,
-    OBJECTIVES,
-    RANK_LAUNCHES,
-    Point,
-    Settings,
-    compare,
-)
-from distcache.data.criteo_folder import PRESETS as TABLES
-from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import RegionSlots, TableSettings, make_groups
-from distcache.engine.planning import StreamPlanner, home_regions, planner_threads
-from distcache.errors import DistcacheError
-from distcache.layout import TableSpec, group_tables, stored_dtype
-from distcache.models import build_model
-from distcache.ops.reference import put_rows, take_rows
-from distcache.optim import RowUpdate, row_update
-from distcache.parallel.cached import CachedParallel, CachedSettings
-from distcache.planner.victims import DEFAULT, auto_lookahead
-from distcache.popularity.slots import cache_slots, given_rows
-from distcache.popularity.statistics import read_statistics
+from distcache.sizing.cost import OBJECTIVES, Point, Settings, compare
+from distcache.sizing.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
+from distcache.sizing.measure import measure, measure_host
 from distcache.store.rows import ACCESS, ZERO_COPY
-from distcache.trainer.plan_cache import measure, timed
 
 # -----------------------------------------------------------------------------
 # The command line of `distcache.plan`: its keys, checked, and what they describe.
@@ -388,125 +370,6 @@ def make_plan(request: Request) -> Plan:
             "a lower bound there; count more samples"
         )
     return Plan(request, here, points, warnings)
-
-
-# -----------------------------------------------------------------------------
-# Times of the host threads on this machine.
-
-AHEAD = (16, 1)
-"""Window L and prefetch P of the planner and of the steps that are timed."""
-
-_WARM, _TIMED = 12, 8
-"""Steps before the timed ones, which fill the slots, and timed steps."""
-
-_STEPS_IN_CACHE = 6
-"""The timed planner has slots for the distinct rows of so many steps."""
-
-_TABLE_BYTES, _ROWS, _CALLS = 256 << 20, 20_000, 200
-
-_FEW_SAMPLES, _FEW_ROWS = 64, 16
-"""Samples of a rank, and rows of each table, in steps that measure the fixed time of a step."""
-
-
-def measure_host(world: World, table_rows: Sequence[int], batch: int, dim: int) -> HostTimes:
-    """Measure the times of this rank's host threads, for steps of `batch` samples with one id of
-    each table and rows of `dim` elements. Called by all ranks at once; takes some seconds."""
-    value = torch.zeros(1, device=world.device)
-
-    def launch() -> None:
-        for _ in range(_CALLS):
-            value.add_(1.0)  # a small kernel, for which nothing waits
-
-    source = SyntheticSource(SyntheticSpec(table_rows, global_batch_size=batch))
-    launch_s = timed(world, launch) / _CALLS
-    launches = LAUNCHES + GROUP_LAUNCHES + RANK_LAUNCHES * (world.size > 1)
-    return HostTimes(
-        launch_s=launch_s,
-        id_s=_id_seconds(world, source),
-        row_s=_row_seconds(world, dim),
-        step_s=max(0.0, _step_seconds(world, len(table_rows), dim) - launches * launch_s),
-        name="measured",
-    )
-
-
-def _id_seconds(world: World, source: SyntheticSource) -> float:
-    """Return the seconds per id of a planner with as many threads as a run on this machine has. It
-    plans the steps of `source` for one rank, with slots for `_STEPS_IN_CACHE` steps."""
-    batches = [source.train_batch(step, 0, 1) for step in range(_WARM + _TIMED)]
-    pairs = zip(source.features, source.table_rows, strict=True)
-    tables = [TableSpec(f"t_{name}", rows, 1, (name,)) for name, rows in pairs]
-    (group,) = make_groups(tables, source.features, 1)
-    samples = _STEPS_IN_CACHE * batches[0].ids.batch_size
-    distinct = sum(source.expected_distinct(table, samples) for table in range(len(tables)))
-    slots = min(group.layout.rows, round(1.05 * distinct))
-    window, prefetch = AHEAD
-    one_rank = replace(world, rank=0, size=1, local_rank=0, local_size=1, node_sizes=())
-    threads = planner_threads("auto", world)
-    planner = StreamPlanner(
-        Link(one_rank, None, CollectiveCounters(), "a timed planner"),
-        [group],
-        home_regions([(group, RegionSlots(slots))], 0, prefetch, DEFAULT, [None]),
-        [slots],
-        TableSettings(lookahead=window, prefetch=prefetch, planner_threads=threads),
-    )
-    plans = planner.planned(itertools.cycle(batches), lambda: False)
-    for _ in range(_WARM):
-        next(plans)
-    seconds = []
-    for _ in range(_TIMED):
-        start = time.perf_counter()
-        next(plans)
-        seconds.append(time.perf_counter() - start)
-    plans.close()
-    planner.close()
-    return min(seconds) / len(batches[0].ids.values)
-
-
-def _row_seconds(world: World, dim: int) -> float:
-    """Return the seconds to gather a row of host memory, or to scatter it; the mean of both."""
-    table = np.ones((max(1, _TABLE_BYTES // (4 * dim)), dim), dtype=np.float32)
-    rows = np.random.default_rng(0).choice(len(table), min(_ROWS, len(table)), replace=False)
-    some = np.empty((len(rows), dim), dtype=np.float32)
-    gathered = timed(world, lambda: take_rows(table, rows, some))
-    return (gathered + timed(world, lambda: put_rows(table, rows, some))) / (2 * len(rows))
-
-
-class _LinearModel(nn.Module):
-    """A model that computes next to nothing: `(dense [b, F], pooled [b, P]) -> logits [b]`."""
-
-    def __init__(self, pooled_width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(pooled_width, 1)
-
-    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Return the logits."""
-        return self.layer(pooled).squeeze(1)
-
-
-def _step_seconds(world: World, tables: int, dim: int) -> float:
-    """Return the seconds of a training step of few samples on all ranks, with `tables` small tables
-    that are cached whole."""
-    samples = _FEW_SAMPLES * world.size
-    source = SyntheticSource(SyntheticSpec([_FEW_ROWS] * tables, global_batch_size=samples))
-    specs = [TableSpec(f"t_{name}", _FEW_ROWS, dim, (name,)) for name in source.features]
-    slots = -(-_FEW_ROWS * tables // world.size) * world.size
-    settings = CachedSettings("data", (slots,), *AHEAD)
-    model = _LinearModel(tables * dim)
-    mode = CachedParallel(world, specs, source.features, model, row_update("sgd", 0.1), settings)
-    steps = itertools.count()
-    batches = (source.train_batch(step, world.rank, world.size) for step in steps)
-    stream = mode.stream(itertools.islice(batches, _WARM + _CALLS))
-    for _ in range(_WARM):
-        mode.train_step(next(stream))
-
-    def train() -> None:
-        for _ in range(_CALLS // 4):
-            mode.train_step(next(stream))
-
-    seconds = timed(world, train, 2) / (_CALLS // 4)
-    stream.close()
-    mode.close()
-    return seconds
 
 
 if __name__ == "__main__":

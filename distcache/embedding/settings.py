@@ -22,13 +22,14 @@ from distcache.config.keys import removed_key
 from distcache.config.tree import CacheConfig
 from distcache.embedding.ids import Lookups
 from distcache.engine.groups import REPLICATED, Placement
-from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import group_tables
 from distcache.optim import RowUpdate
 from distcache.planner.victims import WINDOWS, Policy
 from distcache.popularity.slots import statistics_of
 from distcache.popularity.statistics import Popularity, Statistics, TableCounts, read_statistics
+from distcache.sizing.placement import decide_placement
+from distcache.sizing.slots import CacheRequest
 from distcache.store.rows import ACCESS
 
 log = logging.getLogger(__name__)
@@ -337,7 +338,7 @@ class CollectionConfig:
         called by all ranks, decided by rank 0. Raises ConfigError on all ranks."""
         request = self.request
         slots, popularity = request.decide_slots(world, self.statistics)
-        placement = request.placement(world, slots, lambda: self._use_of_rows(popularity))
+        placement = decide_placement(request, world, slots, lambda: self._use_of_rows(popularity))
         if placement.kind != REPLICATED:
             popularity = request.of_all_homes(world, slots, popularity)
         return slots, placement, popularity

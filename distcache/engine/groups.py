@@ -4,7 +4,6 @@ whether the cache has room for a step."""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +21,6 @@ from distcache.planner.home import Planner
 from distcache.planner.hot_rows import HotRows
 from distcache.planner.request_loops import find_pieces
 from distcache.planner.victims import DEFAULT, Policy
-from distcache.popularity.curve import LIKELY, room_for
 from distcache.store.rows import STAGED
 
 log = logging.getLogger(__name__)
@@ -391,32 +389,3 @@ def _way_out(groups: Sequence[TableGroup], rows: np.ndarray, regions: Sequence[R
         f"{enough} (which holds this step with these replicated rows; {later}), or other rows to "
         f"replicate ({keys})"
     )
-
-
-def warn_if_too_small(
-    named: Sequence[float], groups: Sequence[TableGroup], slots: Sequence[int], batch: int
-) -> bool:
-    """Warn before training if the slots will hardly hold a step; whether they will not.
-
-    `named`: distinct rows of each group that a step is expected to name, empty where that is not
-    known; `slots`: C by group; `batch`: global batch size B.
-    """
-    short, enough = [], []
-    for group, count, rows in zip(groups, slots, named, strict=False):
-        world, room = group.layout.world_size, region_slots(group, count)
-        mean = rows / world
-        fullest = max(1, math.ceil(room_for(mean, mean, LIKELY)))
-        needs, has = min(fullest, group.layout.local_rows), room.replicated // world + room.sharded
-        enough.append(enough_slots(group, needs if group.hot is None else 0, needs))
-        if needs > has:
-            short.append((needs / has, needs, group.dim, has))
-    if short:
-        log.warning(
-            "the cache is likely too small: a batch of %d samples is expected to name about %d "
-            "distinct rows of one home (tables of width %d), which has %d slots; a step that "
-            "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
-            batch,
-            *max(short)[1:],
-            smallest_cache_rows(groups, enough),
-        )
-    return bool(short)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,9 +28,10 @@ from distcache.engine.groups import (
 from distcache.engine.movement import GroupRows
 from distcache.engine.planning import StreamPlanner, home_regions
 from distcache.engine.step import MoveCounts
+from distcache.layout import RowLayout
 from distcache.optim import RowUpdate
 from distcache.planner.home import Parts, PassThroughPlanner, ResidentPlanner
-from distcache.popularity.statistics import GroupPopularity
+from distcache.planner.victims import GroupPopularity
 from distcache.store.memory import describe_bytes, require_memory
 from distcache.store.rows import WAY_OUT, ZERO_COPY, NodePart, RowStore, draw_tables, put_block
 from distcache.streams import COMPUTE, COPY_IN, Streams
@@ -143,6 +145,20 @@ def _make_caches(
                 made[-1].state[:] = update.initial_state(group.dim).to(made[-1].state)
             made[-1].slot_row[:] = np.arange(group.layout.rows)
     return made
+
+
+class RowPopularity(Protocol):
+    """The use of rows before training, as a warm start and planners need it."""
+
+    @property
+    def warm_start(self) -> float:
+        """Share of the slots that are filled before the first step."""
+
+    def share(
+        self, world: World, layouts: Sequence[RowLayout], members: Sequence[Sequence[int]]
+    ) -> list[GroupPopularity]:
+        """Return the popularity of the rows of each group, whose tables are `members[g]`. Called by
+        all ranks; raises on all of them."""
 
 
 def make_planner(

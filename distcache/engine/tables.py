@@ -29,7 +29,7 @@ from distcache.engine.gradients import (
 from distcache.engine.groups import TableSettings, make_groups
 from distcache.engine.movement import Mover, RowChoice, marked_ids
 from distcache.engine.pipeline import StepStream
-from distcache.engine.start import make_planner, make_rows, warm_up
+from distcache.engine.start import RowPopularity, make_planner, make_rows, warm_up
 from distcache.engine.step import (
     RETURN_ROWS,
     SHARE_LATE,
@@ -46,7 +46,7 @@ from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.ops import put
 from distcache.optim import RowUpdate, kernel_rules
-from distcache.popularity.statistics import GroupPopularity, Popularity, share_popularity
+from distcache.planner.victims import GroupPopularity
 from distcache.stopping import DelayedInterrupt
 from distcache.store.rows import RowStore
 from distcache.streams import COMMUNICATION, COMPUTE, Streams
@@ -104,7 +104,7 @@ class CachedTables:
         features: Sequence[str],
         update: RowUpdate,
         settings: TableSettings,
-        popularity: Popularity | None = None,
+        popularity: RowPopularity | None = None,
         check: Callable[[Batch], Batch] = lambda batch: batch,
         stores: Sequence[RowStore] = (),
         updates: Sequence[RowUpdate] = (),
@@ -117,11 +117,12 @@ class CachedTables:
         """
         self.world, self.tables, self.settings, self.update = world, list(tables), settings, update
         groups = make_groups(tables, features, world.size)
-        popular, share = [GroupPopularity() for _ in groups], 0.0
+        popular = [GroupPopularity() for _ in groups]
+        share = 0.0
         if popularity is not None:
             layouts = [group.layout for group in groups]
             members = [group.tables for group in groups]
-            popular = share_popularity(world, layouts, members, popularity)
+            popular = popularity.share(world, layouts, members)
             share = popularity.warm_start
         self.placement = settings.placed(world)
         self.groups = self.placement.groups(groups)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distcache.errors import ConfigError, unknown_value
+from distcache.layout import RowLayout
 from distcache.planner.loops import PINNED
 
 # -----------------------------------------------------------------------------
@@ -232,3 +233,34 @@ def grouped(keys: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
     # NumPy sorts small integers in linear time.
     order = keys.astype(np.min_scalar_type(groups)).argsort(kind="stable")
     return order, np.concatenate(([0], np.bincount(keys, minlength=groups).cumsum()))
+
+
+# -----------------------------------------------------------------------------
+# Popularity of rows, as planners and a warm start take it.
+
+_BLOCK = 1 << 20
+"""Rows of a home whose classes are taken at once."""
+
+
+@dataclass(frozen=True)
+class GroupPopularity:
+    """The popularity of one group's rows, in memory that the ranks of a node share.
+
+    `classes` uint8 `[V]`: the class of each row, or None; `hot` int64 `[K]`: the rows to lie in the
+    cache first, the likeliest first, and -1 where there are fewer.
+    """
+
+    classes: np.ndarray | None = None
+    hot: np.ndarray | None = None
+
+    def classes_at(self, layout: RowLayout, home: int) -> np.ndarray | None:
+        """Return the class of each of a home's rows by its local index, uint8 `[ceil(V / W)]`."""
+        if self.classes is None or layout.world_size == 1:
+            return self.classes
+        classes = np.zeros(layout.local_rows, dtype=np.uint8)
+        for start in range(0, layout.local_rows, _BLOCK):
+            stop = min(start + _BLOCK, layout.local_rows)
+            rows = layout.row(home, np.arange(start, stop))
+            exists = rows < layout.rows  # the last index may be of no row
+            classes[start:stop][exists] = self.classes[rows[exists]]
+        return classes

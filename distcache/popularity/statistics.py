@@ -21,7 +21,7 @@ from distcache.data.criteo_folder import NAME as MANIFEST
 from distcache.data.files import write_json
 from distcache.errors import ConfigError, DataError
 from distcache.layout import RowLayout
-from distcache.planner.victims import PINNED
+from distcache.planner.victims import PINNED, GroupPopularity
 from distcache.store.memory import describe_bytes, share_memory, tensor_in
 
 # -----------------------------------------------------------------------------
@@ -267,29 +267,11 @@ class Popularity:
     classes: bool = False
     pinned_rows: tuple[int, ...] | None = None
 
-
-@dataclass(frozen=True)
-class GroupPopularity:
-    """The popularity of one group's rows, in memory that the ranks of a node share.
-
-    `classes` uint8 `[V]`: the class of each row, or None; `hot` int64 `[K]`: the rows to lie in the
-    cache first, the likeliest first, and -1 where there are fewer.
-    """
-
-    classes: np.ndarray | None = None
-    hot: np.ndarray | None = None
-
-    def classes_at(self, layout: RowLayout, home: int) -> np.ndarray | None:
-        """The class of each of a home's rows by its local index, uint8 `[ceil(V / W)]`."""
-        if self.classes is None or layout.world_size == 1:
-            return self.classes
-        found = np.zeros(layout.local_rows, dtype=np.uint8)
-        for start in range(0, layout.local_rows, _BLOCK):
-            stop = min(start + _BLOCK, layout.local_rows)
-            rows = layout.row(home, np.arange(start, stop))
-            there = rows < layout.rows  # the last index may be of no row
-            found[start:stop][there] = self.classes[rows[there]]
-        return found
+    def share(
+        self, world: World, layouts: Sequence[RowLayout], members: Sequence[Sequence[int]]
+    ) -> list[GroupPopularity]:
+        """See `share_popularity`."""
+        return share_popularity(world, layouts, members, self)
 
 
 def share_popularity(

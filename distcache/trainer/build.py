@@ -23,7 +23,7 @@ from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.criteo_folder import KAGGLE_ROWS
 from distcache.data.files import InputFile, read_json, write_json
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
-from distcache.engine.groups import SHARDED, warn_if_too_small
+from distcache.engine.groups import SHARDED
 from distcache.engine.planning import planner_threads
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec
@@ -32,7 +32,7 @@ from distcache.optim import LearningRate, RowUpdate, row_update
 from distcache.parallel.base import Parallel
 from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
-from distcache.trainer.plan_cache import (
+from distcache.sizing.resolve import (
     expected_rows,
     plan_cache,
     request_of,
@@ -40,6 +40,7 @@ from distcache.trainer.plan_cache import (
     resolve_placement,
     resolve_prefetch,
 )
+from distcache.sizing.slots import warn_if_too_small
 
 if TYPE_CHECKING:
     from distcache.parallel.hybrid import HybridSpec

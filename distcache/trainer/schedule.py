@@ -15,7 +15,7 @@ from distcache.layout import TableSpec, group_tables
 from distcache.popularity.curve import Curve, most_frequent
 from distcache.popularity.hot_cold import HotColdSource, HotSet, Phase, Sizes, rows_that_fit
 from distcache.popularity.statistics import Statistics
-from distcache.trainer.plan_cache import read_checked, request_of
+from distcache.sizing.resolve import read_checked, request_of
 
 
 @dataclass

@@ -27,8 +27,8 @@ from distcache.planner.victims import Policy
 from distcache.popularity.curve import Curve
 from distcache.popularity.statistics import TableCounts, read_statistics
 from distcache.replay import Case, GroupCounts, Outcome, replay
+from distcache.sizing.prediction import RecordedRun
 from distcache.store import memory as available
-from distcache.trainer.prediction import RecordedRun
 
 SMALL = (
     *("data=synthetic", "data.table_rows=[20000,3000,40]", "data.global_batch_size=256"),

@@ -17,9 +17,9 @@ from distcache.analyze import main
 from distcache.data.criteo import CriteoArrays, CriteoSource, CriteoSpec
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.popularity.statistics import read_statistics, vocabulary_of
+from distcache.sizing.prediction import Sizes, slots_of
+from distcache.sizing.resolve import request_of
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.plan_cache import request_of
-from distcache.trainer.prediction import Sizes, slots_of
 
 SYNTHETIC = (
     *("data=synthetic", "data.table_rows=[20000,3000,50]", "data.bag_size=[1,2,1]"),

@@ -19,13 +19,14 @@ from distcache.cli.compose import checked_config, compose_overrides, read_line
 from distcache.cli.plan_run import Options, Request, default_parameters, make_plan
 from distcache.cli.plan_run import parse_request as parse_line
 from distcache.comm.world import close_world
-from distcache.cost.cluster import HOST, PRESETS, Cluster, read_cluster
-from distcache.cost.traffic import CACHED, HYBRID
 from distcache.layout import TableSpec
 from distcache.models import build_model
 from distcache.optim import row_update
 from distcache.plan import main
-from distcache.trainer.plan_cache import measure, request_of
+from distcache.sizing.cluster import HOST, PRESETS, Cluster, read_cluster
+from distcache.sizing.measure import measure
+from distcache.sizing.resolve import request_of
+from distcache.sizing.traffic import CACHED, HYBRID
 
 TABLES = ("table_rows=[20000,3000,40]", "batch=128", "cache_ratio=0.2", "width=8")
 SMALL = (*TABLES, "most_ranks=16", "world_size=4")

@@ -14,7 +14,9 @@ from scenarios import Scenario, make_mode, table
 from torch import nn
 
 from distcache.comm.world import close_world, open_world
-from distcache.cost.predict import (
+from distcache.models import build_model, initialise
+from distcache.parallel.cached import CachedSettings
+from distcache.sizing.cost import (
     DENSE_LAUNCHES,
     GROUP_LAUNCHES,
     GROUP_MOVES,
@@ -22,8 +24,6 @@ from distcache.cost.predict import (
     LAUNCHES,
     MOVES,
 )
-from distcache.models import build_model, initialise
-from distcache.parallel.cached import CachedSettings
 from distcache.streams import TIMED_EVERY
 
 STEPS = 2 * TIMED_EVERY

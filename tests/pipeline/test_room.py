@@ -26,13 +26,13 @@ from distcache.engine.groups import (
     region_slots,
     smallest_cache_rows,
     too_large,
-    warn_if_too_small,
 )
 from distcache.engine.planning import StreamPlanner
 from distcache.errors import ConfigError, StepTooLargeError
 from distcache.layout import TableSpec
 from distcache.popularity.slots import cache_slots
-from distcache.trainer.plan_cache import expected_rows
+from distcache.sizing.resolve import expected_rows
+from distcache.sizing.slots import warn_if_too_small
 
 
 def attempt(world, rows: int, lookahead: int, placement: Placement) -> tuple:

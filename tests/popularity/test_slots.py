@@ -12,7 +12,6 @@ import pytest
 from simulator import record_ids
 
 from distcache.config.tree import CacheConfig
-from distcache.engine.placing import CacheRequest, SlotPlan
 from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.layout import RowLayout, TableSpec
 from distcache.optim import row_update
@@ -34,6 +33,7 @@ from distcache.popularity.statistics import (
     write_statistics,
 )
 from distcache.replay import Case, popularity_of, replay
+from distcache.sizing.slots import CacheRequest, SlotPlan
 from distcache.store import memory as available
 from distcache.trace import Trace
 

@@ -17,8 +17,9 @@ from distcache.errors import ConfigError, DataError, MemoryTooSmallError
 from distcache.layout import TableSpec
 from distcache.optim import row_update
 from distcache.planner.victims import WINDOW_BYTES, auto_lookahead
-from distcache.trainer import build, plan_cache
-from distcache.trainer.plan_cache import resolve_ahead, resolve_prefetch
+from distcache.sizing import resolve
+from distcache.sizing.resolve import resolve_ahead, resolve_prefetch
+from distcache.trainer import build
 
 SHAPE = {"data__table_rows": [50, 20], "data__samples": 100, "data__dense_features": 3}
 
@@ -220,7 +221,7 @@ def test_memory_bounds_auto_and_refuses_a_number(
     world, monkeypatch, steps, lookahead, prefetch, expected
 ) -> None:
     each = 16 * (2 * 10 * 64 + 4 * 4)
-    monkeypatch.setattr(plan_cache, "available_memory", lambda: 2 * (steps + BETWEEN) * each)
+    monkeypatch.setattr(resolve, "available_memory", lambda: 2 * (steps + BETWEEN) * each)
     given = {"cache_lookahead": lookahead, "cache_prefetch": prefetch}
     if isinstance(expected, tuple):
         assert ahead_of(world, **given) == expected
@@ -234,8 +235,8 @@ def test_memory_bounds_auto_and_refuses_a_number(
     [("gloo", 1, 16), ("gloo", 2, 41), ("gloo", 4, 91), ("nccl", 1, 91)],
 )
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, backend, gpus, steps) -> None:
-    monkeypatch.setattr(plan_cache, "available_memory", lambda: 1 << 50)
+    monkeypatch.setattr(resolve, "available_memory", lambda: 1 << 50)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200_000, 1 << 40))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     world = SimpleNamespace(device=torch.device("cuda", 0), local_size=4, backend=backend)
-    assert plan_cache._room(1000, world) == steps
+    assert resolve._room(1000, world) == steps

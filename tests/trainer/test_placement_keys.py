@@ -17,12 +17,13 @@ from torch import nn
 from toy_parallel import toy_config
 
 from distcache.comm.world import close_world, open_world
-from distcache.cost.cluster import Cluster, Compute, Link, read_cluster, write_cluster
 from distcache.engine.groups import Placement
 from distcache.errors import ConfigError, DataError
 from distcache.fitting import OwnSource
+from distcache.sizing.cluster import Cluster, Compute, Link, read_cluster, write_cluster
+from distcache.sizing.placement import choose
+from distcache.sizing.resolve import read_window, request_of, resolve_placement
 from distcache.trainer.build import build_source, build_tables
-from distcache.trainer.plan_cache import read_window, request_of, resolve_placement
 
 BASE = (
     *("data=synthetic", "data.table_rows=[700,90,30]", "data.bag_size=[2.0,1,3]"),
@@ -151,7 +152,8 @@ def test_mixed_takes_the_hottest_rows_of_the_first_batches_on_every_rank() -> No
 def test_mixed_that_will_not_hold_a_step_is_said_before_training(slots, warned, caplog) -> None:
     config, source, tables = parts("cache.placement=mixed", "cache.state=home")
     counted = read_window(source, tables, 4)
-    best, _ = request_of(config, tables).choose(slots, counted, Cluster(2, Link(1e9), Link(1e9)))
+    there = Cluster(2, Link(1e9), Link(1e9))
+    best, _ = choose(request_of(config, tables), slots, counted, there)
     assert best.placement == "mixed"
     assert bool(best.refused) == warned
     assert ("cache.placement=sharded has all slots" in caplog.text) == warned

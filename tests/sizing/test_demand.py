@@ -7,15 +7,15 @@ import math
 
 import numpy as np
 import pytest
-from cost_cases import cluster, counted, demand, draw, layout, settings, specs
 from simulator import record_ids
+from sizing_cases import cluster, counted, demand, draw, layout, settings, specs
 
-from distcache.cost import traffic as module
-from distcache.cost.demand import GroupDemand, demand_at, zipf_curve, zipf_sources
-from distcache.cost.predict import choose_placement
-from distcache.cost.traffic import expected_hits, miniature
 from distcache.planner.victims import DEFAULT
 from distcache.replay import Case, replay
+from distcache.sizing import traffic as module
+from distcache.sizing.cost import choose_placement
+from distcache.sizing.demand import GroupDemand, demand_at, zipf_curve, zipf_sources
+from distcache.sizing.traffic import expected_hits, miniature
 
 WORLD, STEPS = 2, 120
 

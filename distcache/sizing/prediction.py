@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -14,7 +14,6 @@ import numpy as np
 
 from distcache.config.tree import Config
 from distcache.data.batch import BatchCheck, BatchSource
-from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, DataError
 from distcache.layout import TableSpec, group_tables
 from distcache.planner.victims import AUTO, WINDOWS, Policy, auto_lookahead
@@ -22,11 +21,11 @@ from distcache.popularity.curve import COUNT_BYTES, TableCounter, TableProfile
 from distcache.popularity.slots import BY_CURVE, PROPORTIONAL, cache_bytes
 from distcache.popularity.statistics import Statistics, vocabulary_of
 from distcache.replay import Case, GroupCounts, Outcome, popularity_of, replay
+from distcache.sizing.resolve import ids_per_step, opens_window, request_of, resolve_prefetch
+from distcache.sizing.slots import CacheRequest
 from distcache.stopping import StopRequest
 from distcache.store.memory import require_memory
 from distcache.trace import Trace, record_source
-from distcache.trainer.plan_cache import ids_per_step, opens_window, request_of, resolve_prefetch
-from distcache.trainer.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -282,14 +281,15 @@ class RecordedRun:
 def record_run(
     source: BatchSource,
     check: BatchCheck,
-    schedule: Schedule,
+    order: Iterable[tuple[str, int]],
     worlds: Sequence[int],
     most_lookups: int,
     progress: Callable[[int], object],
     stop: StopRequest,
 ) -> list[Trace]:
     """The traces of a run's first batches, evaluations among them, of about `most_lookups` lookups
-    of training steps; of fewer where `stop` ends the recording. `check`: as for `count_source`."""
+    of training steps; of fewer where `stop` ends the recording. `order`: kind and index of each
+    batch of the run; `check`: as for `count_source`."""
     each = max(1, len(source.train_batch(0, 0, 1).ids.values))
     count = max(_LATE, math.ceil(most_lookups / each))
 
@@ -299,8 +299,8 @@ def record_run(
         progress(int(wanted))
         return wanted
 
-    order = takewhile(goes_on, schedule.order())
-    return record_source(source, check.tables, worlds, order, check=check)
+    batches = takewhile(goes_on, order)
+    return record_source(source, check.tables, worlds, batches, check=check)
 
 
 def configured_case(

@@ -1,26 +1,27 @@
-"""From what a user asks of a cache to its slots, and how its rows lie over the ranks."""
+"""Slots of the cache and its hot rows, from the keys of a user and statistics."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from distcache.comm.link import on_first, together
 from distcache.comm.world import World
-from distcache.cost.cluster import Cluster, Link, check_world, read_cluster
-from distcache.cost.demand import Demand, counted_sources, demand_at
-from distcache.cost.predict import Prediction, Settings, best_mixed, choose_placement
-from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
+from distcache.engine.groups import (
+    REPLICATED,
+    TableGroup,
+    enough_slots,
+    region_slots,
+    smallest_cache_rows,
+)
 from distcache.errors import ConfigError, human_bytes
 from distcache.layout import TableSpec, group_tables
 from distcache.optim import RowUpdate
 from distcache.planner.victims import AUTO, Policy
-from distcache.popularity.curve import Curve, most_frequent
+from distcache.popularity.curve import LIKELY, Curve, room_for
 from distcache.popularity.slots import (
     BY_CURVE,
     StepCurves,
@@ -246,101 +247,6 @@ class CacheRequest:
             )
         log.info("the cache of %s slots by table:\n%s", listed(plan.slots), "\n".join(lines))
 
-    def placement(
-        self,
-        world: World,
-        slots: Sequence[int],
-        known: Callable[[], Statistics],
-        measure: Callable[[], Cluster] | None = None,
-    ) -> Placement:
-        """How the rows lie over the ranks: called by all of them, decided by rank 0.
-
-        `slots`: C of each group; `known`: the use of rows before training, by statistics of the
-        tables, in order, or of the first batches alone, called by rank 0; `measure`: called by all,
-        where seconds decide and no cluster is described (None: then bytes decide). Raises
-        ConfigError on all ranks for rows or tables that there are not.
-        """
-        keys, found = self.keys, None
-        # On one rank too, before any batch is read.
-        given_rows(keys.replicated_rows or {}, self.tables, "cache.replicated_rows")
-        if world.size == 1:
-            return Placement()
-        if keys.placement in (REPLICATED, SHARDED):
-            return Placement(keys.placement, self.state)
-        if keys.replicated_rows is None and keys.replicated_share is None:
-            found = self._cluster(world, measure)
-        return on_first(world, lambda: self._decided(slots, known(), found))
-
-    def _decided(
-        self, slots: Sequence[int], known: Statistics, cluster: Cluster | None
-    ) -> Placement:
-        """By prediction where there is a `cluster`, else as many rows as are given."""
-        keys, tables, kind = self.keys, self.tables, MIXED
-        if cluster is not None:
-            best, why = self.choose(slots, known, cluster)
-            kind, rows = best.placement, best.replicated_rows
-            chosen = "" if keys.placement == kind else f" is {kind}"
-            log.info("cache.placement=%s%s: %s", keys.placement, chosen, why)
-            counts = [rows.get(table.name, 0) for table in tables]
-        elif keys.replicated_rows is not None:
-            counts = given_rows(keys.replicated_rows, tables, "cache.replicated_rows")
-        else:
-            rows = max(1, round(keys.replicated_share * sum(t.rows for t in tables)))
-            counts = most_frequent(list(map(Curve.of, known.tables)), rows)
-        return placed(self.state, kind, counts, known)
-
-    def _cluster(self, world: World, measure: Callable[[], Cluster] | None) -> Cluster:
-        """That of `cache.cluster`, or measured; ConfigError where it describes other ranks."""
-        path = self.keys.cluster
-        if path is None and self.objective == "time" and measure is not None:
-            return measure()
-        if path is None:  # bytes do not depend on it
-            link = Link(1e10, 1e-5, "any")
-            return Cluster(world.size, link, link)
-
-        def described() -> Cluster:
-            found = read_cluster(path)
-            try:
-                check_world(found, world.nodes.sizes)
-            except ConfigError as error:
-                raise ConfigError(f"cache.cluster={path}: {error}") from error
-            return found
-
-        return on_first(world, described)
-
-    def choose(
-        self, slots: Sequence[int], known: Statistics, cluster: Cluster
-    ) -> tuple[Prediction, str]:
-        """The placement that the objective makes best, and why; of `mixed`, the best rows to
-        replicate."""
-        settings = Settings(
-            tuple(slots),
-            self.state,
-            self.window,
-            self.prefetch,
-            itemsize=self.itemsize,
-            dense_parameters=self.dense_parameters,
-        )
-        demand, best = self._demand(known, cluster), None
-        if self.keys.placement == MIXED:
-            best = best_mixed(demand, cluster, settings, self.objective)
-        if best is None:
-            return choose_placement(demand, cluster, settings, self.objective)
-        if best.refused is not None:
-            log.warning(
-                "cache.placement=mixed: even with the best rows to replicate, %s; a step that does "
-                "not fit is refused. cache.placement=sharded has all slots for its rows",
-                best.refused,
-            )
-        return best, f"the best rows to replicate, by {self.objective}"
-
-    def _demand(self, known: Statistics, cluster: Cluster) -> Demand:
-        """What a step needs of each rank, from the statistics."""
-        tables, ranks = self.tables, cluster.ranks
-        sources = counted_sources(known, tables)
-        widths = [self.update.state_width(table.dim) for table in tables]
-        return demand_at(sources, widths, self.batch / ranks, ranks)
-
     def of_all_homes(
         self, world: World, slots: Sequence[int], popularity: Popularity | None
     ) -> Popularity | None:
@@ -358,18 +264,31 @@ class CacheRequest:
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
 
 
-def placed(state: str, kind: str, counts: Sequence[int], known: Statistics) -> Placement:
-    """The placement with its hot rows: the most frequent `counts` of each table, then any."""
-    if kind != MIXED:
-        return Placement(kind, state)
-    hot = []
-    for table, count in zip(known.tables, counts, strict=True):
-        ids = table.order[:count].astype(np.int64)
-        if len(ids) < count:  # fewer were looked up: then others, from 0 on
-            others = np.setdiff1d(np.arange(min(table.rows, count + len(ids))), ids)
-            ids = np.concatenate((ids, others[: count - len(ids)]))
-        hot.append(np.sort(ids))
-    digest = hashlib.sha256(b"".join(ids.tobytes() for ids in hot)).hexdigest()[:16]
-    total = sum(table.rows for table in known.tables)
-    log.info("replicated rows: %d of %d", sum(map(len, hot)), total)
-    return Placement(MIXED, state, tuple(hot), digest)
+def warn_if_too_small(
+    named: Sequence[float], groups: Sequence[TableGroup], slots: Sequence[int], batch: int
+) -> bool:
+    """Warn before training if the slots will hardly hold a step. Return True if they will not.
+
+    `named`: distinct rows of each group that a step is expected to name, empty if that is not
+    known; `slots`: C by group; `batch`: global batch size B.
+    """
+    short = []
+    enough = []
+    for group, count, rows in zip(groups, slots, named, strict=False):
+        world, room = group.layout.world_size, region_slots(group, count)
+        mean = rows / world
+        fullest = max(1, math.ceil(room_for(mean, mean, LIKELY)))
+        needs, has = min(fullest, group.layout.local_rows), room.replicated // world + room.sharded
+        enough.append(enough_slots(group, needs if group.hot is None else 0, needs))
+        if needs > has:
+            short.append((needs / has, needs, group.dim, has))
+    if short:
+        log.warning(
+            "the cache is likely too small: a batch of %d samples is expected to name about %d "
+            "distinct rows of one home (tables of width %d), which has %d slots; a step that "
+            "does not fit is refused. Set cache.rows=%d or more, or lower data.global_batch_size",
+            batch,
+            *max(short)[1:],
+            smallest_cache_rows(groups, enough),
+        )
+    return bool(short)

@@ -1,34 +1,26 @@
-"""From the config to window, slots and placement, by statistics and the cost model."""
+"""Window, prefetch, slots and placement of a run, from its configuration and its data."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch import nn
 
-from distcache import ops
-from distcache.comm import link as comm
-from distcache.comm.link import ROWS, CollectiveCounters, together
+from distcache.comm.link import together
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
-from distcache.cost.cluster import HOST, Cluster, Compute, Link
 from distcache.data.batch import BatchCheck, BatchSource
 from distcache.engine.groups import Placement
-from distcache.engine.placing import CacheRequest
 from distcache.errors import ConfigError, MemoryTooSmallError
 from distcache.layout import TableSpec, group_tables
-from distcache.optim import RowUpdate, row_update
+from distcache.optim import row_update
 from distcache.planner.victims import AUTO, WINDOWS, auto_lookahead
 from distcache.popularity.hot_cold import HotSet
 from distcache.popularity.slots import statistics_of
@@ -39,140 +31,11 @@ from distcache.popularity.statistics import (
     read_statistics,
     vocabulary_of,
 )
+from distcache.sizing.cluster import Cluster
+from distcache.sizing.measure import measure
+from distcache.sizing.placement import decide_placement
+from distcache.sizing.slots import CacheRequest
 from distcache.store.memory import available_memory, describe_bytes
-
-_TABLE_BYTES = 64 << 20
-_ROWS = 20_000
-_SMALL, _LARGE = 1 << 12, 1 << 22
-"""Bytes that a rank sends to a peer, for latency and bandwidth."""
-
-
-def measure(
-    world: World, dim: int, update: RowUpdate, model: nn.Module, shape: tuple[int, int, int]
-) -> Cluster:
-    """Time the links, rows of `dim` elements, and `model(dense [b, F], pooled [b, P]) -> logits
-    [b]`, on the world's device, while all ranks do the same; `shape`: (b, F, P). All ranks call
-    this, and get the same numbers: the least of a few repetitions, then the mean over ranks. Takes
-    about a second.
-
-    Where nodes have different numbers of ranks they count as one. On a CPU all movement takes the
-    cores that compute. The times of host threads are the defaults, `HOST`.
-    """
-    generator = torch.Generator().manual_seed(world.rank)
-    nodes, every = world.nodes, range(world.size)
-    alike = len(set(nodes.sizes)) == 1  # else all ranks are of one node
-    near = nodes.ranks(nodes.of(world.rank)) if alike else every
-    far = [rank for rank in every if rank not in near]
-    timed = [
-        *_exchange_seconds(world, near),
-        *_exchange_seconds(world, far),
-        _host_seconds(world, dim, generator),
-        *_row_seconds(world, dim, update, generator),
-        _dense_seconds(world, model, shape),
-    ]
-    mean = np.mean(together(world, lambda: timed), axis=0)
-    few, many, far_few, far_many, host, lookup, updated, copied, sample = mean.tolist()
-
-    def link(few: float, many: float, peers: int) -> Link:
-        bandwidth = (_LARGE - _SMALL) * peers / max(many - few, 1e-9)
-        return Link(bandwidth, few / peers, "measured")
-
-    alone = Link(1e12, few, "measured")
-    return Cluster(
-        world.size,
-        host=Link(_ROWS * dim * 4 / host, 0.0, "measured"),
-        inside=link(few, many, len(near) - 1) if len(near) > 1 else alone,
-        between=link(far_few, far_many, len(far)) if far else None,
-        nodes=nodes.count if far else 1,
-        compute=Compute(lookup / _ROWS, updated / _ROWS, copied / _ROWS, sample / shape[0]),
-        collective_s=0.0,
-        overlap=0.0 if world.device.type == "cpu" else 1.0,
-        host_times=HOST,
-    )
-
-
-def timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
-    """Least seconds of a call, after one that does not count: without what other load adds."""
-    taken = []
-    for _ in range(repeat + 1):
-        start = time.perf_counter()
-        call()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
-
-
-def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
-    """Seconds of all-to-alls in which each rank sends `_SMALL`, and `_LARGE`, bytes to each of
-    `peers`; 0 where no rank has a peer but itself. All ranks call this, with as many peers each."""
-    if not set(peers) - {world.rank}:
-        return [0.0, 0.0]
-    link = comm.Link(world, world.device_group, CollectiveCounters(), "the device group")
-    found: list[float] = []
-
-    def exchange(sent: Tensor, splits: list[int]) -> Tensor:
-        return link.start_all_to_all(sent, splits, splits, ROWS, "a measurement")()
-
-    for nbytes in (_SMALL, _LARGE):
-        splits = [nbytes // 4 if rank in peers else 0 for rank in range(world.size)]
-        sent = torch.zeros(sum(splits), device=world.device)
-        dist.barrier(group=world.host_group)
-        found.append(timed(world, partial(exchange, sent, splits)))
-    return found
-
-
-def _host_seconds(world: World, dim: int, generator: torch.Generator) -> float:
-    """Rows read at random from host memory to the device."""
-    table = torch.zeros(_TABLE_BYTES // (4 * dim), dim)
-    rows = torch.randint(len(table), (_ROWS,), generator=generator)
-    staging = torch.empty(_ROWS, dim, pin_memory=world.device.type == "cuda")
-    take = partial(torch.index_select, table, 0, rows, out=staging)
-    return timed(world, lambda: take().to(world.device, non_blocking=True))
-
-
-def _row_seconds(
-    world: World, dim: int, update: RowUpdate, generator: torch.Generator
-) -> tuple[float, float, float]:
-    """Of `_ROWS` rows: a lookup, forward and backward; an update; a copy."""
-    device = world.device
-    width = update.state_width(dim)
-    cache = torch.zeros(4 * _ROWS, dim, device=device)
-    state = torch.zeros(4 * _ROWS, width, device=device) if width else None
-    slots = torch.randperm(len(cache), generator=generator)[:_ROWS].to(device)
-    leaf = cache.index_select(0, slots)
-    positions = torch.randint(_ROWS, (_ROWS,), generator=generator)
-    order = torch.sort(positions, stable=True).indices
-    touched = torch.unique(positions, return_counts=True)[1]
-    segments = torch.cat([torch.zeros(1, dtype=torch.int64), touched.cumsum(0)])
-    chunks = ops.chunks_for(segments, device)
-    bags = torch.arange(_ROWS + 1, device=device)
-    positions, order, segments = positions.to(device), order.to(device), segments.to(device)
-
-    def lookup() -> None:
-        pooled = ops.pooled_lookup(leaf, positions, bags)
-        ops.row_gradients(pooled, bags[:-1], order, segments, None, chunks)
-
-    rule = update.rule(0.1, 1)
-    return (
-        timed(world, lookup),
-        timed(world, lambda: ops.update_rows(rule, cache, state, slots, leaf)),
-        timed(world, lambda: cache.index_select(0, slots)),
-    )
-
-
-def _dense_seconds(world: World, model: nn.Module, shape: tuple[int, int, int]) -> float:
-    batch, dense_features, pooled_width = shape
-    dense = torch.zeros(batch, dense_features, device=world.device)
-    pooled = torch.zeros(batch, pooled_width, device=world.device, requires_grad=True)
-    labels = torch.zeros(batch, device=world.device)
-
-    def step() -> None:
-        model.zero_grad()
-        binary_cross_entropy_with_logits(model(dense, pooled), labels).backward()
-
-    return timed(world, step, 3)
-
 
 # -----------------------------------------------------------------------------
 # How far to look and to move ahead: `cache.lookahead` and `cache.prefetch`, and their `auto`.
@@ -433,4 +296,4 @@ def resolve_placement(
 
     parameters = sum(math.prod(p.shape) for p in model.parameters())
     request = request_of(config, tables, dense_parameters=parameters)
-    return request.placement(world, slots, counted, measured)
+    return decide_placement(request, world, slots, counted, measured)

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster, Compute, Link
-from distcache.cost.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import Settings
-from distcache.cost.traffic import Exchange
 from distcache.data.synthetic import ZipfTables
 from distcache.layout import RowLayout, TableSpec
 from distcache.popularity.statistics import Statistics, TableCounts
+from distcache.sizing.cluster import Cluster, Compute, Link
+from distcache.sizing.cost import Settings
+from distcache.sizing.demand import Demand, TableSource, counted_sources, demand_at, zipf_sources
+from distcache.sizing.traffic import Exchange
 
 ROWS, BAGS, ZIPF = (5000, 300, 40), (1.0, 3.0, 2.0), (1.05, 0.8, 0.0)
 DIM, STATE, BATCH = 8, 8, 64

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster, Compute, HostTimes
-from distcache.cost.demand import Demand
-from distcache.cost.traffic import (
+from distcache.errors import ConfigError, unknown_value
+from distcache.layout import split_slots
+from distcache.sizing.cluster import Cluster, Compute, HostTimes
+from distcache.sizing.demand import Demand
+from distcache.sizing.traffic import (
     AT_HOME,
     CACHED,
     DENSE,
@@ -37,8 +39,6 @@ from distcache.cost.traffic import (
     sharded_exchanges,
     split,
 )
-from distcache.errors import ConfigError, unknown_value
-from distcache.layout import split_slots
 
 # -----------------------------------------------------------------------------
 # Seconds of a step: exposed latencies + bytes / bandwidth per link - what hides behind compute.

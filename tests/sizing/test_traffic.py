@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cost_cases import BATCH, DIM, STATE, cluster, demand, draw, layout, settings, total
+from sizing_cases import BATCH, DIM, STATE, cluster, demand, draw, layout, settings, total
 
 from distcache.comm.world import Nodes
-from distcache.cost.cluster import Cluster, Link
-from distcache.cost.predict import exchange_seconds, predict
-from distcache.cost.traffic import (
+from distcache.sizing.cluster import Cluster, Link
+from distcache.sizing.cost import exchange_seconds, predict
+from distcache.sizing.traffic import (
     CACHED,
     HYBRID,
     RING,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from cost_cases import BAGS, BATCH, cluster, demand, settings
+from sizing_cases import BAGS, BATCH, cluster, demand, settings
 
 from distcache.cli.compose import read_line
 from distcache.cli.plan_run import Options, parse_request
-from distcache.cost.cluster import HOST, HostTimes, device_compute, read_cluster, write_cluster
-from distcache.cost.predict import (
+from distcache.errors import ConfigError
+from distcache.sizing.cluster import HOST, HostTimes, device_compute, read_cluster, write_cluster
+from distcache.sizing.cost import (
     BINDS,
     DENSE_LAUNCHES,
     FUSED_LAUNCHES,
@@ -25,8 +26,7 @@ from distcache.cost.predict import (
     compare,
     predict,
 )
-from distcache.cost.traffic import REPLICATED, RESIDENT, SHARDED, TABLE_WISE
-from distcache.errors import ConfigError
+from distcache.sizing.traffic import REPLICATED, RESIDENT, SHARDED, TABLE_WISE
 
 
 def predicted(kind: str, times: HostTimes, world: int = 4, slots: int = 2000, **more) -> Prediction:

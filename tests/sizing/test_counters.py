@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cost_cases import specs
 from scenarios import count_steps
+from sizing_cases import specs
 from source_runs import NET, configured, summaries
 
-from distcache.cost.cluster import Cluster, Link
-from distcache.cost.demand import counted_sources, demand_at, zipf_sources
-from distcache.cost.predict import Settings, predict
-from distcache.cost.traffic import HYBRID
+from distcache.sizing.cluster import Cluster, Link
+from distcache.sizing.cost import Settings, predict
+from distcache.sizing.demand import counted_sources, demand_at, zipf_sources
+from distcache.sizing.traffic import HYBRID
 from distcache.trainer.build import build_source
 
 ROWS, BATCH, STEPS = (3000, 400, 60), 64, 60

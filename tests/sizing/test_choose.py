@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from cost_cases import DIM, ROWS, STATE, cluster, demand, settings
+from sizing_cases import DIM, ROWS, STATE, cluster, demand, settings
 
-from distcache.cost.cluster import PRESETS, Cluster, Compute, Link, check_world, parse_link
-from distcache.cost.predict import (
+from distcache.errors import ConfigError
+from distcache.sizing.cluster import PRESETS, Cluster, Compute, Link, check_world, parse_link
+from distcache.sizing.cost import (
     best_mixed,
     candidate_prefixes,
     choose_placement,
@@ -22,8 +23,7 @@ from distcache.cost.predict import (
     predict,
     winner,
 )
-from distcache.cost.traffic import MIXED, REPLICATED, SHARDED, TABLE_WISE, padded_rows
-from distcache.errors import ConfigError
+from distcache.sizing.traffic import MIXED, REPLICATED, SHARDED, TABLE_WISE, padded_rows
 
 ALL = {f"t_cat_{index}": rows for index, rows in enumerate(ROWS)}
 LINK = Link(1e9, 1e-6)

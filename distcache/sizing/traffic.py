@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distcache.cost.cluster import Cluster
-from distcache.cost.demand import Demand, GroupDemand, TableDemand
 from distcache.errors import StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner.home import HomePlanner
 from distcache.replay import HomeRun
+from distcache.sizing.cluster import Cluster
+from distcache.sizing.demand import Demand, GroupDemand, TableDemand
 
 # -----------------------------------------------------------------------------
 # Bytes per rank and step of each placement, as `comm.counters` counts them.

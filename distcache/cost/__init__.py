@@ -1,1 +1,0 @@
-"""What a placement costs: rows, bytes, seconds and memory, predicted from popularity. Pure."""
