@@ -57,7 +57,7 @@ LAYOUTS = (SHARDED, REPLICATED, MIXED, *HYBRID)
 
 
 def name_of(layout: str) -> str:
-    """How tables call a layout."""
+    """Return the name of a layout in tables."""
     return f"hybrid {layout.replace('_', '-')}" if layout in HYBRID else layout
 
 
@@ -69,7 +69,7 @@ def label(prediction: Prediction) -> str:
 
 
 def traffic_table(point: Point) -> Table:
-    """What each layout sends and holds."""
+    """Return the table of bytes that each layout sends and holds."""
     refused = "".join(f" {label(p)}: {p.refused}." for p in point.predictions if p.refused)
     return Table.of(
         f"Rows and bytes at {point.cluster.ranks} ranks",
@@ -96,7 +96,7 @@ def traffic_table(point: Point) -> Table:
 
 
 def time_table(point: Point) -> Table:
-    """What a step of each layout takes."""
+    """Return the table of step times of all layouts."""
 
     def ms(name: str, prediction: Prediction) -> str:
         seconds = vars(prediction.time) | prediction.time.threads._asdict()
@@ -251,7 +251,7 @@ def overrides_of(plan: Plan) -> list[str]:
 
 
 def advice(plan: Plan) -> str:
-    """What to do, in a few sentences."""
+    """Return the recommendation in a few sentences."""
     best, options = plan.here.best, plan.request.options
     if best is None:
         return "Nothing fits: give more cache rows or device memory, or a smaller batch."

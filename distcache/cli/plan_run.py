@@ -112,7 +112,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """What to predict. `cluster`: the one that is asked for, its link `between` nodes as of one
+    """Input of the predictions. `cluster`: the requested one, its link `between` nodes as of one
     rank with a card of its own; `settings`: without slots; `replicated_rows`: {table: K} or None
     for the best."""
 
@@ -344,7 +344,7 @@ ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What was predicted. `here`: for the cluster that was asked for; `points`: the sweep;
+    """All predictions. `here`: for the requested cluster; `points`: the sweep;
     `warnings`: what the predictions cannot know."""
 
     request: Request

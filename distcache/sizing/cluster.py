@@ -17,7 +17,7 @@ from distcache.errors import ConfigError
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank can send: `bandwidth` bytes/s in one direction, `latency` seconds per message.
+    """Link of one rank: `bandwidth` bytes/s in one direction, `latency` seconds per message.
 
     A rank's messages to its peers go one after the other, those over different links side by side
     (Hockney 1994; for all-to-all by pairwise exchange: Thakur, Rabenseifner & Gropp 2005).
@@ -51,12 +51,12 @@ of its `tuning.cc`, ring, protocol LL: 0.6 us NVLink, 1.0 PCIe, 2.7 network), an
 `COLLECTIVE_S` (`baseLat`)."""
 
 COLLECTIVE_S = 6.6e-6
-"""What starting a collective takes, in seconds, however little it sends."""
+"""Seconds to start a collective, whatever its size."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What a rank computes in which time, in seconds.
+    """Seconds of a rank's computations.
 
     `lookup_s`: of one id, its row read into a bag, forward, and its gradient added, backward;
     `update_s`: of one row that the optimizer updates; `copy_s`: of one row copied on the device,
@@ -107,10 +107,10 @@ DEVICES: dict[str, tuple[float, float, float]] = {
 outside tensor cores, of NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM."""
 
 REACHED = (0.8, 0.67)
-"""Of both rates, what large kernels reach: 2.7 TB/s and 45 TFLOP/s of an H100. An estimate."""
+"""Shares of both rates that large kernels reach: 2.7 TB/s and 45 TFLOP/s of an H100, estimated."""
 
 _PASSES = 9
-"""How often a step reads or writes a number of the dense part's layers, forward and backward: 2.2
+"""Reads and writes of each number of the dense part's layers, forward and backward: 2.2
 GB of DLRM's 16,384 samples of 26 features of width 64, counted kernel by kernel."""
 
 

@@ -1,4 +1,4 @@
-"""What a step costs: rows, bytes, seconds and memory of one placement, and the cheapest of all."""
+"""Cost of a step: rows, bytes, seconds and memory of one placement, and the cheapest of all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HIDDEN_STAGES = ("fill", "early_rows")
 """Exchanges of rows that the coming steps need: beside compute."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of a step's compute; DDP sums dense gradients beside it (hybrid)."""
+"""Share of a step's compute beside which DDP sums dense gradients (hybrid)."""
 
 
 class HostSeconds(NamedTuple):
@@ -154,12 +154,11 @@ each group: counted for DLRM with seven layers and SGD on the CUDA device of tes
 dense part's graph as one. Adagrad and Adam have up to four more."""
 
 DENSE_LAUNCHES, FUSED_LAUNCHES = 52, 15
-"""Of mode `hybrid`: what the dense part, launched one by one, takes more than its graph, counted
-there too; and in place of a group's, as lookup and update are one, with the sorts of their
-backward: an estimate."""
+"""Kernels of mode `hybrid`: more of the dense part than with its graph, counted there too; and
+those of a group, whose lookup and update are one, with the sorts of their backward: an estimate."""
 
 INDEX_BYTES = (8, 8, 4, 8)
-"""Of index tensors that movement sends: for an id (its row's place, its place in the order of
+"""Bytes of index tensors that movement sends: for an id (its row's place, its place in the order of
 occurrences), for a row of the plan (its slot, and again where it is fetched), for a row that the
 rank names (where its occurrences begin), and for one of these where there are several ranks (its
 place among all rows, and the home's own)."""
@@ -225,7 +224,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step costs, per rank and step.
+    """Cost of one placement, per rank and step.
 
     `device_bytes`: of slots or shards, and buffers; `refused`: why it cannot run, None if it can;
     `hits`: over all groups, None for hybrid layouts, which fetch nothing; `replicated_rows`:
@@ -254,7 +253,7 @@ def predict(
     settings: Settings,
     replicated_rows: Mapping[str, int] | None = None,
 ) -> Prediction:
-    """What a step of `demand` costs on `cluster` in a placement of `CACHED` or `HYBRID`, or
+    """Predict a step of `demand` on `cluster` in a placement of `CACHED` or `HYBRID`, or
     `RESIDENT`.
 
     `replicated_rows`: {table: K} of `mixed`, others 0. Raises ConfigError for a placement that is
@@ -392,7 +391,7 @@ def _too_small(parts: Sequence[Part], world: int) -> str | None:
 # Which placement is the cheapest: `cache.placement=auto`, and the best replicated prefix K.
 
 OBJECTIVES = ("time", "bytes")
-"""What `cache.objective` may be: seconds of a step, or bytes that leave a rank."""
+"""Values of `cache.objective`: seconds of a step, or bytes that leave a rank."""
 
 _THRESHOLDS = 25
 """Prefixes that are tried, by how likely a rank touches a row."""
@@ -524,7 +523,7 @@ class Crossover(NamedTuple):
 
 
 def crossovers(points: Sequence[Point]) -> list[Crossover]:
-    """Where the winner changes from one point to the next."""
+    """Return the changes of the winner from one point to the next."""
     return [
         Crossover(one.cluster.ranks, other.cluster.ranks, one.best.placement, other.best.placement)
         for one, other in itertools.pairwise(points)

@@ -1,4 +1,4 @@
-"""Which rows a step needs, on one rank and on any: what every placement's traffic follows from."""
+"""Rows that a step needs, on one rank and on any: the input of every placement's traffic."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TableDemand:
     world_rows = _expected("world")
     """Distinct rows that all ranks are expected to touch: the sum of Q."""
     late_rows = _expected("rank", "world")
-    """Of a rank's distinct rows those that some rank touched in the step before, too; steps are
+    """Distinct rows of a rank that some rank touched in the step before, too; steps are
     independent."""
 
 
@@ -162,8 +162,8 @@ class GroupDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one step of W = `world_size` ranks needs, `batch` samples (b) on each: `rank_rows` and
-    `world_rows` distinct rows over all groups."""
+    """Rows that one step of W = `world_size` ranks needs, `batch` samples (b) on each: `rank_rows`
+    and `world_rows` distinct rows over all groups."""
 
     groups: tuple[GroupDemand, ...]
     world_size: int

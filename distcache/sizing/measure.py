@@ -29,8 +29,15 @@ from distcache.planner.victims import DEFAULT
 from distcache.sizing.cluster import HOST, Cluster, Compute, HostTimes, Link
 from distcache.sizing.cost import GROUP_LAUNCHES, LAUNCHES, RANK_LAUNCHES
 
+# -----------------------------------------------------------------------------
+# Links, row operations and the dense part.
+
 _TABLE_BYTES = 64 << 20
+"""Bytes of the host table that rows are read from at random."""
+
 _ROWS = 20_000
+"""Rows of one timed operation."""
+
 _SMALL, _LARGE = 1 << 12, 1 << 22
 """Bytes that a rank sends to a peer, for latency and bandwidth."""
 
@@ -38,27 +45,28 @@ _SMALL, _LARGE = 1 << 12, 1 << 22
 def measure(
     world: World, dim: int, update: RowUpdate, model: nn.Module, shape: tuple[int, int, int]
 ) -> Cluster:
-    """Time the links, rows of `dim` elements, and `model(dense [b, F], pooled [b, P]) -> logits
-    [b]`, on the world's device, while all ranks do the same; `shape`: (b, F, P). All ranks call
-    this, and get the same numbers: the least of a few repetitions, then the mean over ranks. Takes
-    about a second.
+    """Measure the cluster of the ranks that run: their links, rows of `dim` elements, and
+    `model(dense [b, F], pooled [b, P]) -> logits [b]` on the world's device; `shape`: (b, F, P).
 
-    Where nodes have different numbers of ranks they count as one. On a CPU all movement takes the
-    cores that compute. The times of host threads are the defaults, `HOST`.
+    All ranks call this at once and get the same numbers: the least of a few repetitions, then the
+    mean over ranks. It takes about a second. Nodes with different numbers of ranks count as one.
+    On a CPU all movement takes the cores that compute. The times of host threads are the defaults,
+    `HOST`.
     """
     generator = torch.Generator().manual_seed(world.rank)
-    nodes, every = world.nodes, range(world.size)
-    alike = len(set(nodes.sizes)) == 1  # else all ranks are of one node
-    near = nodes.ranks(nodes.of(world.rank)) if alike else every
-    far = [rank for rank in every if rank not in near]
-    timed = [
+    nodes = world.nodes
+    all_ranks = range(world.size)
+    even = len(set(nodes.sizes)) == 1
+    near = nodes.ranks(nodes.of(world.rank)) if even else all_ranks
+    far = [rank for rank in all_ranks if rank not in near]
+    seconds = [
         *_exchange_seconds(world, near),
         *_exchange_seconds(world, far),
         _host_seconds(world, dim, generator),
         *_device_row_seconds(world, dim, update, generator),
         _dense_seconds(world, model, shape),
     ]
-    mean = np.mean(together(world, lambda: timed), axis=0)
+    mean = np.mean(together(world, lambda: seconds), axis=0)
     few, many, far_few, far_many, host, lookup, updated, copied, sample = mean.tolist()
 
     def link(few: float, many: float, peers: int) -> Link:
@@ -80,20 +88,22 @@ def measure(
 
 
 def timed(world: World, call: Callable[[], object], repeat: int = 7) -> float:
-    """Least seconds of a call, after one that does not count: without what other load adds."""
-    taken = []
+    """Return the least seconds of `repeat` calls, after one more to warm up. The least has the
+    smallest share of other load."""
+    seconds = []
     for _ in range(repeat + 1):
         start = time.perf_counter()
         call()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
-    """Seconds of all-to-alls in which each rank sends `_SMALL`, and `_LARGE`, bytes to each of
-    `peers`; 0 where no rank has a peer but itself. All ranks call this, with as many peers each."""
+    """Return the seconds of two all-to-alls, in which each rank sends `_SMALL` and then `_LARGE`
+    bytes to each of `peers`; 0 without another peer. All ranks call this, with as many peers each.
+    """
     if not set(peers) - {world.rank}:
         return [0.0, 0.0]
     link = comm.Link(world, world.device_group, CollectiveCounters(), "the device group")
@@ -111,7 +121,7 @@ def _exchange_seconds(world: World, peers: Sequence[int]) -> list[float]:
 
 
 def _host_seconds(world: World, dim: int, generator: torch.Generator) -> float:
-    """Rows read at random from host memory to the device."""
+    """Return the seconds in which `_ROWS` random rows of host memory reach the device."""
     table = torch.zeros(_TABLE_BYTES // (4 * dim), dim)
     rows = torch.randint(len(table), (_ROWS,), generator=generator)
     staging = torch.empty(_ROWS, dim, pin_memory=world.device.type == "cuda")
@@ -122,7 +132,8 @@ def _host_seconds(world: World, dim: int, generator: torch.Generator) -> float:
 def _device_row_seconds(
     world: World, dim: int, update: RowUpdate, generator: torch.Generator
 ) -> tuple[float, float, float]:
-    """Of `_ROWS` rows: a lookup, forward and backward; an update; a copy."""
+    """Return the seconds of `_ROWS` rows: their lookup, forward and backward; their update; their
+    copy."""
     device = world.device
     width = update.state_width(dim)
     cache = torch.zeros(4 * _ROWS, dim, device=device)
@@ -150,6 +161,7 @@ def _device_row_seconds(
 
 
 def _dense_seconds(world: World, model: nn.Module, shape: tuple[int, int, int]) -> float:
+    """Return the seconds of one forward and backward pass of `model`."""
     batch, dense_features, pooled_width = shape
     dense = torch.zeros(batch, dense_features, device=world.device)
     pooled = torch.zeros(batch, pooled_width, device=world.device, requires_grad=True)

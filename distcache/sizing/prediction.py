@@ -1,4 +1,4 @@
-"""What a training run will look up and measure, before it runs: its ids counted, and replayed."""
+"""Lookups and counters of a training run before it runs: its ids are counted and replayed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Progress = Callable[[str, int, str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted: a profile for each table, over batches of these `sizes` (samples -> steps).
+    """Counts of lookups: a profile for each table, over batches of `sizes` (samples -> steps).
 
     `all_steps`: of the data, or of the run where the data has no end; `stopped_by`: the signal that
     ended the reading early, None for none; `vocabulary`: see `Statistics`.
@@ -145,7 +145,7 @@ def count_source(
 # What a run will measure, by replaying its ids through the planner that it runs.
 
 _INDEX_BYTES = 12
-"""Of a row of a home: 8 in its planner's index, and what a policy by statistics takes beside it."""
+"""Bytes for a row of a home: 8 in its planner's index, and those of a policy by statistics."""
 
 
 def require_index(tables: Sequence[TableSpec], worlds: Sequence[int]) -> None:
@@ -255,7 +255,7 @@ class RecordedRun:
         return total / self.recorded
 
     def estimate(self, case: Case) -> Outcome:
-        """What the run is expected to come to in `case`; its counts may be no whole numbers.
+        """Return the expected outcome of the run in `case`; its counts may be no whole numbers.
 
         More slots than a home has rows in the trace change nothing, and are not made.
         """

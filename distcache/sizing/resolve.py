@@ -52,27 +52,27 @@ trains, two have plans and have not moved, one waits for its place in their queu
 the window has been read; with several ranks so many more."""
 
 _ID_BYTES = 64
-"""Of one id of a planned step: its id, row, bag, position, place in the occurrence order, and what
-its distinct row costs at most, 8 bytes each."""
+"""Bytes for one id of a planned step: its id, row, bag, position, place in the occurrence order,
+and at most those of its distinct row, 8 bytes each."""
 
 _SHARE = 0.5
-"""Of the memory that is left, for batches and plans on their way."""
+"""Share of the memory that is left, for batches and plans on their way."""
 
 
 def most_ahead(cache: CacheConfig) -> int:
-    """No more batches than this are read before their step is run."""
+    """Return the most batches that are read before their step is run."""
     lookahead = WINDOWS[-1] if cache.lookahead == AUTO else cache.lookahead
     return lookahead + 2 * prefetch_of(cache) + 16
 
 
 def opens_window(config: Config) -> bool:
-    """Whether `auto` asks how many ids a step has: elsewhere no window decides which rows leave."""
+    """Return True if `auto` needs the ids of a step: else no window decides which rows leave."""
     chosen = config.cache.lookahead == AUTO and config.parallel.mode == "data"
     return chosen and config.cache.policy == "lookahead"
 
 
 def ids_per_step(source: Any, tables: Sequence[TableSpec], batch: int, world_size: int) -> float:
-    """About how many ids a rank looks up in one step of `batch` samples over all ranks.
+    """Estimate the ids that a rank looks up in one step of `batch` samples over all ranks.
 
     `source` tells them itself (`ids_per_step`, of a user's loader), or the mean size of its bags;
     bags of unknown size count as one id each.
@@ -88,7 +88,7 @@ def ids_per_step(source: Any, tables: Sequence[TableSpec], batch: int, world_siz
 
 
 def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[TableSpec]) -> Config:
-    """`config` with a number for `cache.lookahead`; called by all ranks, which get the same.
+    """Return `config` with a number for `cache.lookahead`; called by all ranks, which get the same.
 
     `auto` is the largest window whose ids stay small, see `auto_lookahead`, or what memory holds;
     then `cache.prefetch=auto` is 0 where memory holds no step more. Raises MemoryTooSmallError,
@@ -125,7 +125,7 @@ def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[Ta
 
 
 def _room(each: int, world: World) -> int:
-    """How many steps fit on their way, in L and P together, in this rank's share of memory."""
+    """Return the steps of L and P together that fit in this rank's share of memory."""
     rooms = [int(_SHARE * available_memory() / world.local_size / each)]
     if world.device.type == "cuda":
         # Ranks may share a GPU, but under NCCL each has one.
@@ -158,7 +158,7 @@ def resolve_prefetch(
 def request_of(
     config: Config, tables: Sequence[TableSpec], source: Any = None, dense_parameters: int = 0
 ) -> CacheRequest:
-    """What the keys of `config` ask of a cache; `source`: of batches, which may know its rows."""
+    """Return the request of the cache keys of `config`; `source`: of batches, may know its rows."""
     cache = config.cache
     return CacheRequest(
         tables,
@@ -174,10 +174,10 @@ def request_of(
     )
 
 
-def plan_cache(
+def resolve_slots(
     config: Config, world: World, tables: Sequence[TableSpec], source: BatchSource
 ) -> tuple[tuple[int, ...], Popularity | None]:
-    """Slots C of each group, and the popularity of rows where `cache.statistics` are given.
+    """Return the slots C of each group, and the popularity of rows if `cache.statistics` are given.
 
     Called by all ranks; raises ConfigError on all of them.
     """
@@ -260,24 +260,24 @@ def resolve_placement(
     source: BatchSource,
     model: nn.Module,
 ) -> Placement:
-    """The placement of the keys of `cache`; called by all ranks, decided by rank 0.
+    """Return the placement that the keys of `cache` give; called by all ranks, decided by rank 0.
 
     `known`: the tables, C of each group, and statistics of the tables, in order, or None: then the
     first batches tell which rows are hot. Raises ConfigError on all ranks for rows or tables that
-    there are not.
+    do not exist.
     """
     if config.parallel.mode != "data":
         return Placement()
     tables, slots, statistics = known
 
-    def counted() -> Statistics:
+    def count_rows() -> Statistics:
         # The steps that are known when the first one is planned.
-        steps, how = 1 + config.cache.lookahead + prefetch_of(config.cache), config.data.on_bad_id
-        return statistics or read_window(source, tables, steps, how)
+        steps = 1 + config.cache.lookahead + prefetch_of(config.cache)
+        return statistics or read_window(source, tables, steps, config.data.on_bad_id)
 
-    def measured() -> Cluster:
-        """The links and the speed of these ranks, timed; all of them call this. The model is timed
-        too, and left as it is with the state of random numbers."""
+    def measure_ranks() -> Cluster:
+        """Measure the links and the speed of these ranks; all of them call this. The model is timed
+        on a copy, and the state of random numbers stays as it is."""
         features = getattr(source, "dense_features", None)  # which `distcache.fit` is not told
         if features is None:
             raise ConfigError(
@@ -296,4 +296,4 @@ def resolve_placement(
 
     parameters = sum(math.prod(p.shape) for p in model.parameters())
     request = request_of(config, tables, dense_parameters=parameters)
-    return decide_placement(request, world, slots, counted, measured)
+    return decide_placement(request, world, slots, count_rows, measure_ranks)

@@ -52,11 +52,11 @@ class SlotPlan:
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What a user asks of a cache of `tables`; with ranks its slots and its placement follow.
+    """A user's settings of a cache of `tables`. With ranks its slots and placement follow.
 
-    `keys`: has the keys of group `cache` as attributes (`CacheConfig`, or what a collection was
-    told); `batch`: samples of a step over all ranks; `itemsize`: bytes of an element; `window`: L;
-    `prefetch`: P, as slots are planned for; `objective`: what a chosen placement makes smallest;
+    `keys`: has the keys of group `cache` as attributes (`CacheConfig`, or the settings of a
+    collection); `batch`: samples of a step over all ranks; `itemsize`: bytes of an element;
+    `window`: L; `prefetch`: P, as slots are planned for; `objective`: that a placement minimises;
     `dense_parameters`: of the dense part; `expected`: distinct rows of each group that P + 2 steps,
     whose rows are on the device at once, are expected to name, empty where that is not known.
     """
@@ -74,30 +74,32 @@ class CacheRequest:
 
     @property
     def policy(self) -> Policy:
-        """Which rows leave first."""
+        """The policy, which orders the rows that leave."""
         return Policy.of(self.keys)
 
     @property
     def state(self) -> str:
-        """Where the optimizer state of replicated rows lies, also where `keys` say `auto`."""
+        """The place of the optimizer state of replicated rows, with `auto` resolved."""
         if self.keys.state != AUTO:
             return self.keys.state
         # The library's sums are on all ranks: then so is the state.
         return REPLICATED if self.keys.reduction == "native" else self.update.state_place
 
     def groups(self, world_size: int) -> list[tuple[int, int, int]]:
-        """(V, D, S) of each group, D and S as elements of `itemsize` bytes; S: of a slot on one of
-        so many ranks, a share where rows are on every rank and their homes keep the state."""
-        shares = self.state == "home" and self.keys.placement == REPLICATED
-        homes, found = world_size if shares else 1, []
+        """Return (V, D, S) of each group, D and S as elements of `itemsize` bytes. S is the state
+        of a slot on one of `world_size` ranks: a share if the homes of replicated rows keep it."""
+        shared = self.state == "home" and self.keys.placement == REPLICATED
+        homes = world_size if shared else 1
+        groups = []
         for members in group_tables(self.tables):
-            rows, first = sum(self.tables[t].rows for t in members), self.tables[members[0]]
+            rows = sum(self.tables[table].rows for table in members)
+            first = self.tables[members[0]]
             state = -(-self.update.state_width(first.dim) // homes)
-            found.append((rows, first.width(self.itemsize), state))
-        return found
+            groups.append((rows, first.width(self.itemsize), state))
+        return groups
 
     def plan(self, world_size: int, statistics: Statistics | None) -> SlotPlan:
-        """The slots of one of so many ranks, split over the groups and tables. Pure.
+        """Return the slots of one of `world_size` ranks, by group and table. Pure.
 
         `statistics`: of the tables, in order. `proportional` gives each group slots by its rows,
         `by_curve` by `slots_by_curve`; the hot rows are the likeliest of each group, as many as it
@@ -124,11 +126,11 @@ class CacheRequest:
 
     @property
     def _by_default(self) -> bool:
-        """Whether none of the three sizes is given."""
+        """True if none of the three sizes is given."""
         return self.keys.rows is None and self.keys.ratio is None and self.keys.bytes is None
 
     def _as_given(self, world_size: int, statistics: Statistics | None) -> SlotPlan:
-        """The split of a user: slots for each table's rows, up to a multiple of W in each group.
+        """Return the slots of a user's split: one for each row, rounded up to a multiple of W.
 
         Its total may not exceed `cache.rows` or `cache.bytes`, and every group has a row, and as
         many slots as a step is expected to need, where that is known.
@@ -172,32 +174,33 @@ class CacheRequest:
     def first_rows(
         self, slots: Sequence[int], statistics: Statistics, pinned_at: int | None = None
     ) -> tuple[int, ...]:
-        """How many of each table's most frequent rows are among the likeliest of its group.
+        """Return for each table the number of its rows that are among the likeliest of its group.
 
         `slots`: C of each group, which has as many of these rows; `pinned_at`: no more than may
         stay in the cache of so many ranks for good, where the remaining slots hold the other rows
         of P + 1 steps at once.
         """
-        found = dict[int, int]()
+        counts = dict[int, int]()
         for members, count in zip(group_tables(self.tables), slots, strict=True):
             step = StepCurves.of(statistics, members, self.batch)
             if pinned_at is None:
                 rows = step.likeliest(count)
             else:
                 rows = step.pinned(count, self.prefetch + 1, pinned_at)
-            found |= dict(zip(members, rows, strict=True))
-        return tuple(found[table] for table in range(len(self.tables)))
+            counts |= dict(zip(members, rows, strict=True))
+        return tuple(counts[table] for table in range(len(self.tables)))
 
     def decide_slots(
         self, world: World, read: Callable[[], Statistics | None]
     ) -> tuple[tuple[int, ...], Popularity | None]:
-        """C of each group, and the popularity of rows where `read` gives statistics of the tables.
+        """Return C of each group, and the popularity of rows if `read` gives their statistics.
 
         Called by all ranks; raises ConfigError on all of them.
         """
-        keys, found = self.keys, list[Statistics | None]()
-        together(world, lambda: found.append(read()))
-        statistics = found[0]
+        keys = self.keys
+        results = list[Statistics | None]()
+        together(world, lambda: results.append(read()))
+        statistics = results[0]
 
         def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
             plan = self.plan(world.size, statistics)
@@ -250,7 +253,7 @@ class CacheRequest:
     def of_all_homes(
         self, world: World, slots: Sequence[int], popularity: Popularity | None
     ) -> Popularity | None:
-        """`popularity` where rows lie at their homes alone: W ranks hold W times as many rows as
+        """Return `popularity` for rows that only their homes cache: W ranks hold W times as many as
         one has slots. Rows that were given by table stay as they are.
 
         `slots`: C of each group. Called by all ranks.

@@ -75,7 +75,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank moves in a step: collectives in program order, bytes of rows over its host
+    """Traffic of one rank in a step: collectives in program order, bytes of rows over its host
     link, and of index tensors, which go to devices that have memory of their own."""
 
     exchanges: tuple[Exchange, ...]
@@ -94,12 +94,12 @@ class Traffic:
         return sum(e.nbytes for e in self.exchanges if e.stage == DENSE)
 
     def by_link(self, cluster: Cluster) -> tuple[float, float]:
-        """Of `collective_bytes`, those that stay inside the node and those that leave it."""
+        """Return the parts of `collective_bytes` that stay inside the node and that leave it."""
         pairs = [split(e, cluster) for e in self.exchanges if e.stage != DENSE]
         return sum(inside for inside, _ in pairs), sum(between for _, between in pairs)
 
     def inter_node_bytes(self, cluster: Cluster) -> float:
-        """Of all that a rank sends, dense gradients too, what leaves its node: that counter."""
+        """Return all bytes that leave the node, dense gradients too: the counter of that name."""
         return sum(split(e, cluster)[1] for e in self.exchanges)
 
 

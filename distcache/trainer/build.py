@@ -34,11 +34,11 @@ from distcache.parallel.cached import CachedParallel, CachedSettings
 from distcache.planner.victims import Policy
 from distcache.sizing.resolve import (
     expected_rows,
-    plan_cache,
     request_of,
     resolve_ahead,
     resolve_placement,
     resolve_prefetch,
+    resolve_slots,
 )
 from distcache.sizing.slots import warn_if_too_small
 
@@ -222,7 +222,7 @@ def build_parallel(
     config = resolve_ahead(config, world, source, tables)
     cache, trainer, popularity, slots = config.cache, config.trainer, None, ()
     if config.parallel.mode == "data":
-        slots, popularity = plan_cache(config, world, tables, source)
+        slots, popularity = resolve_slots(config, world, tables, source)
     counted = None if popularity is None else popularity.statistics
     placement = resolve_placement(config, world, (tables, slots, counted), source, model)
     homes = 1
