@@ -197,7 +197,7 @@ def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> No
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("analyze.target_hit_rate=1", "target_hit_rate=1.0 is a share: give a number above 0 and"),
+        ("analyze.target_hit_rate=1", "target_hit_rate=1 is a share: give a number above 0 and"),
         ("analyze.sample=1.5", "analyze.sample=1.5 is a share: give a number above 0 and at most"),
         ("analyze.sample=some", "analyze.sample=some is a share: give a number"),
         ("analyze.memory=4g", "analyze.memory: this key went, for every row is counted"),
