@@ -63,7 +63,7 @@ def test_argument_without_key(schema: type, arguments: list[str], named: list[st
 
 
 def test_argument_without_key_is_refused_where_its_key_is_not_clear() -> None:
-    from distcache.checkpoint import CheckpointConfig
+    from distcache.checkpoint.__main__ import CheckpointConfig
 
     for schema, arguments, words in (
         (ExportConfig, ["runs/x", "runs/y"], "runs/x runs/y: give one resume"),
