@@ -49,7 +49,7 @@ from distcache.checkpoint.state import (
     read_start,
 )
 from distcache.checkpoint.writer import BLOCK_BYTES
-from distcache.comm.link import on_first, together
+from distcache.comm.link import run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY
 from distcache.parallel.base import Parallel
@@ -110,7 +110,7 @@ def measure(options: CheckpointOptions, overrides: tuple[str, ...]) -> list[Reco
 @contextmanager
 def scratch(world: World, folder: str) -> Any:
     """Make a folder for the files of all ranks, and remove it at the end."""
-    name = on_first(world, lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=folder or None))
+    name = run_on_rank0(world, lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=folder or None))
     try:
         yield Path(name)
     finally:
@@ -145,10 +145,10 @@ class Files:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        together(self.world, lambda: None)
+        run_on_all_ranks(self.world, lambda: None)
         began = time.perf_counter()
         work()
-        together(self.world, lambda: None)
+        run_on_all_ranks(self.world, lambda: None)
         return time.perf_counter() - began
 
     def save(self) -> None:

@@ -25,7 +25,7 @@ from distcache.checkpoint.files import file_world
 from distcache.checkpoint.state import load_checkpoint, most_bytes
 from distcache.cli.compose import Composed, Line, read_line, to_config
 from distcache.cli.run import leave, open_folder
-from distcache.comm.link import on_first
+from distcache.comm.link import run_on_rank0
 from distcache.comm.rendezvous import Place
 from distcache.comm.world import World
 from distcache.config import option
@@ -66,7 +66,7 @@ def main() -> int:
         config = to_config(text)
 
         def work(world: World) -> None:
-            files = on_first(world, lambda: (own[0].predictions, own[0].metrics))
+            files = run_on_rank0(world, lambda: (own[0].predictions, own[0].metrics))
             evaluate(config, world, *(Path(name) if name else None for name in files))
 
         return in_world(config, place, store, work)
@@ -108,7 +108,7 @@ def evaluate(config: Config, world: World, predictions: Path | None, metrics: Pa
     ConfigError where it cannot, or where checkpoint, data and settings do not go together.
     """
     with ExitStack() as folders:
-        on_first(world, lambda: check_outputs(predictions, metrics, folders))
+        run_on_rank0(world, lambda: check_outputs(predictions, metrics, folders))
         _evaluate(config, world, predictions, metrics)
 
 
@@ -129,7 +129,7 @@ def _evaluate(config: Config, world: World, predictions: Path | None, metrics: P
         "no batches are held out: give data.held_out or data.held_out_path",
     )
     # Nothing goes on here that depends on the number of ranks: that of the run is as good as any.
-    was = on_first(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
+    was = run_on_rank0(world, lambda: read_json(run_dir / "environment.json") or {"world_size": 1})
     own = identity_of(config, world, source, tables)
     identity = {**own, "world_size": was["world_size"]}
     starts = find_starts(config, world, run_dir, identity)

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from distcache.checkpoint.state import Start, TrainerState, load_checkpoint
-from distcache.comm.link import agree_on, agree_on_versions, on_first, together
+from distcache.comm.link import agree_on_versions, require_equal, run_on_all_ranks, run_on_rank0
 from distcache.comm.rendezvous import ErrorReports
 from distcache.comm.world import World, close_world, current_world, open_world
 from distcache.config.checks import as_words, check_own, refuse_if
@@ -95,7 +95,7 @@ class OwnRun(Run):
         generators from where they were. Raises ConfigError where the loaders cannot, or bring
         another such batch."""
         if start.manifest is None:
-            together(self.world, self.train.open)
+            run_on_all_ranks(self.world, self.train.open)
             return
         world, was = self.world, start.manifest.header["run"]["world_size"]
         own = {_key(rank): b"" for rank in (range(was) if was != world.size else [world.rank])}
@@ -112,7 +112,7 @@ class OwnRun(Run):
             last = self.train.last
             return [one.get("last") for one in found], last and self._digest(last)
 
-        by_rank, now = zip(*together(world, resume), strict=True)
+        by_rank, now = zip(*run_on_all_ranks(world, resume), strict=True)
         saved = by_rank[0] if moved else [one for (one,) in by_rank]
         if moved or None not in saved:  # None: no batch has been trained
             self._compare(where, _summed(saved), _summed(now))
@@ -189,7 +189,7 @@ class OwnRun(Run):
 
     def _refuse_empty(self) -> NoReturn:
         """Raise DataError for a run without a batch. Collective."""
-        drawn = together(self.world, lambda: self.train.dense_features is not None)
+        drawn = run_on_all_ranks(self.world, lambda: self.train.dense_features is not None)
         ranks = ", ".join(str(rank) for rank, some in enumerate(drawn) if not some)
         raise DataError(
             f"nothing was trained: the loader of rank {ranks} has no batch; give each rank one "
@@ -223,7 +223,7 @@ class OwnRun(Run):
                     return batch.dense.shape[1] or None
             return self.train.dense_features
 
-        return max((width for width in together(self.world, known) if width), default=1)
+        return max((width for width in run_on_all_ranks(self.world, known) if width), default=1)
 
     def _evaluation(self, width: int) -> Iterator[Batch]:
         train, items = self.train, self.evaluate or ()
@@ -232,7 +232,7 @@ class OwnRun(Run):
 
     def _expected(self) -> int | None:
         """Steps until the first rank's end, where all loaders know their lengths."""
-        lengths = together(self.world, lambda: length_of(self.train))
+        lengths = run_on_all_ranks(self.world, lambda: length_of(self.train))
         return None if None in lengths else min(lengths)
 
 
@@ -297,7 +297,7 @@ def count_evaluation(world: World, loader: Iterable[Any] | None, limit: int | No
             return limit if limit is not None else sum(1 for _ in loader)
         return length if limit is None else min(length, limit)
 
-    return max(together(world, count))
+    return max(run_on_all_ranks(world, count))
 
 
 def share_weights(model: torch.nn.Module, world: World) -> None:
@@ -477,12 +477,12 @@ def fit(
         # Entered last, left first: what comes after may wait for threads, other ranks for this.
         stack.enter_context(ErrorReports(own_world.store, own_world.rank))
         agree_on_versions(own_world, parallel == "hybrid")
-        agree_on(own_world, _compared(config, specs, model))
+        require_equal(own_world, _compared(config, specs, model))
         steps = config.trainer.eval_steps
         count = count_evaluation(own_world, eval_loader, None if steps == "all" else steps)
         if "run.dir" not in given:
             name = f"fit/{next(_unnamed_runs)}"
-            config.run.dir = on_first(
+            config.run.dir = run_on_rank0(
                 own_world, lambda: run_dir_of_job(new_run_dir(parallel), name)
             )
         run_dir = Path(config.run.dir)
@@ -493,7 +493,7 @@ def fit(
         starts = find_starts(config, own_world, run_dir, identity)
         begin = next(starts), starts
         if opens_window(config) or parallel == "hybrid":  # whose kernels are made for weights
-            ids, weighted = zip(*together(own_world, train.first_look), strict=True)
+            ids, weighted = zip(*run_on_all_ranks(own_world, train.first_look), strict=True)
             source = replace(source, ids_per_step=max(ids))
             config.data.weighted = any(weighted)
         mode = build.build_parallel(config, own_world, specs, model, source)

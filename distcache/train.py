@@ -39,7 +39,7 @@ from distcache.cli.run import (
 )
 from distcache.cli.run_lock import hold_run_folder
 from distcache.comm import rendezvous
-from distcache.comm.link import agree_on, agree_on_versions, on_first
+from distcache.comm.link import agree_on_versions, require_equal, run_on_rank0
 from distcache.comm.world import World, close_world, open_world
 from distcache.config.tree import Config
 from distcache.engine.tracing import remove_trace
@@ -170,7 +170,7 @@ def in_world(
         trainer = config.trainer
         world = open_world(trainer.device, trainer.backend, trainer.timeout_s, store)
         # Rank 0's count for all; they may stand in any order.
-        agree_on(world, {word.partition("=")[0]: word for word in sys.argv[1:]})
+        require_equal(world, {word.partition("=")[0]: word for word in sys.argv[1:]})
         agree_on_versions(world, config.parallel.mode == "hybrid")
         torch.set_num_threads(compute_threads(config, world))
         # What a second Ctrl-C does: an exception would go through libraries that swallow it.
@@ -213,7 +213,7 @@ def run_folder(
             stack.enter_context(hold_run_folder(run_dir))
             begun.append(open_run_folder(run_dir, config, world, restarted))
 
-        on_first(world, begin)  # the folder is there before any rank writes into it
+        run_on_rank0(world, begin)  # the folder is there before any rank writes into it
         check_run_folder(world, run_dir, needs_shared_folder(config))
         yield begun[0] if begun else None
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from distcache.checkpoint.manifest import FORMAT, MANIFEST, METADATA, Manifest, list_first
 from distcache.checkpoint.reader import BlockReader
 from distcache.checkpoint.writer import BlockSavePlanner, BlockWriter
-from distcache.comm.link import Waiting, on_first, together
+from distcache.comm.link import Waiting, run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError, DataError, DistcacheError
@@ -50,7 +50,7 @@ T = TypeVar("T")
 def local_result(world: World, work: Callable[[], T]) -> T:
     """Return the result of `work` on this rank. If it raises on any rank, raise on every rank."""
     results: list[T] = []
-    together(world, lambda: results.append(work()))
+    run_on_all_ranks(world, lambda: results.append(work()))
     return results[0]
 
 
@@ -63,8 +63,8 @@ def blind_ranks(world: World, folder: Path) -> list[int]:
     exists on rank 0. All ranks call this. The list is empty on one node."""
     if world.nodes.count == 1:
         return []
-    name = f".shared-{on_first(world, lambda: uuid.uuid4().hex)}"
-    on_first(world, (folder / name).touch)
+    name = f".shared-{run_on_rank0(world, lambda: uuid.uuid4().hex)}"
+    run_on_rank0(world, (folder / name).touch)
 
     def is_visible() -> bool:
         deadline = time.monotonic() + PATIENCE_S
@@ -74,8 +74,8 @@ def blind_ranks(world: World, folder: Path) -> list[int]:
             time.sleep(_POLL_S)
         return True
 
-    visible = together(world, lambda: world.local_rank > 0 or is_visible())
-    on_first(world, lambda: (folder / name).unlink(missing_ok=True))
+    visible = run_on_all_ranks(world, lambda: world.local_rank > 0 or is_visible())
+    run_on_rank0(world, lambda: (folder / name).unlink(missing_ok=True))
     return [rank for rank, is_seen in enumerate(visible) if not is_seen]
 
 
@@ -132,7 +132,8 @@ def file_world(world: World, nbytes: int) -> Iterator[World]:
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     files = replace(world, host_group=group)
-    together(files, lambda: None)  # a rank that left early would disturb those that still join
+    # A rank that left early would disturb those that still join.
+    run_on_all_ranks(files, lambda: None)
     try:
         yield files
     finally:
@@ -171,10 +172,10 @@ def make_checkpoint_folder(world: World, folder: Path) -> None:
         except OSError as error:
             raise DistcacheError(f"{folder} cannot be made: {error.strerror}") from error
 
-    on_first(world, make)
+    run_on_rank0(world, make)
     blind = blind_ranks(world, folder)
     if blind:
-        on_first(world, lambda: remove_checkpoint(folder))
+        run_on_rank0(world, lambda: remove_checkpoint(folder))
         raise DistcacheError(
             f"not saved: {folder} is not the same folder on the node(s) of ranks {blind} as on "
             "rank 0's; give one that all nodes share"
@@ -217,8 +218,10 @@ def write_checkpoint(
                 planner=save_planner,
                 process_group=world.host_group,
             )
-        together(world, check_snapshot)  # after all ranks have read the rows that they write
-        on_first(world, lambda: Manifest({"format": FORMAT, **header}, writer.files).write(folder))
+        # After all ranks have read the rows that they write.
+        run_on_all_ranks(world, check_snapshot)
+        manifest_header = {"format": FORMAT, **header}
+        run_on_rank0(world, lambda: Manifest(manifest_header, writer.files).write(folder))
     except DistcacheError:
         if world.is_first:
             remove_checkpoint(folder)
@@ -274,7 +277,7 @@ def suggest_intact(folder: Path, world: World | None = None) -> Iterator[None]:
         def find_intact() -> Path | None:
             return _intact_neighbor(folder)
 
-        other = find_intact() if world is None else on_first(world, find_intact)
+        other = find_intact() if world is None else run_on_rank0(world, find_intact)
         if other is not None:
             error.args = (f"{error}; intact beside it is {other}",)
         raise
@@ -306,7 +309,7 @@ def read_values(
     checkpoint are missing here, before anything is changed (DCP itself refuses the opposite);
     DataError for a damaged block.
     """
-    known = set[str]().union(*together(world, lambda: {*tensors, *others}))
+    known = set[str]().union(*run_on_all_ranks(world, lambda: {*tensors, *others}))
     stored = reader.values.state_dict_metadata
     unread = sorted(
         name

@@ -42,7 +42,7 @@ from distcache.checkpoint.files import (
 from distcache.checkpoint.manifest import MANIFEST, Manifest
 from distcache.checkpoint.reader import BlockReader
 from distcache.checkpoint.writer import TABLES, as_bytes, compact_on_cpu
-from distcache.comm.link import agree_on, on_first, together
+from distcache.comm.link import require_equal, run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.data.own import load_plain
 from distcache.embedding import step as embedding_step
@@ -86,8 +86,8 @@ def save(
     with loop.joined("distcache.save") as world:
         own_values = local_result(world, lambda: loop.own_values(extra or {}))
         description = loop.describe()
-        agree_on(world, {"path": str(folder), "step": step} | description)
-        on_first(world, lambda: _require_free(folder))
+        require_equal(world, {"path": str(folder), "step": step} | description)
+        run_on_rank0(world, lambda: _require_free(folder))
         make_checkpoint_folder(world, folder)
         try:
             values = loop.tables(lambda tables: tables.saved(folder.parent))
@@ -98,7 +98,7 @@ def save(
         digests = {
             name: hashlib.sha256(value.numpy()).digest() for name, value in own_values.items()
         }
-        by_rank = together(world, lambda: digests)
+        by_rank = run_on_all_ranks(world, lambda: digests)
         for name, value in own_values.items():
             is_common = all(other.get(name) == digests[name] for other in by_rank)
             values[name if is_common else f"own.{world.rank}.{name}"] = value
@@ -126,8 +126,8 @@ def load(
     """
     loop = _Loop(model, optimizers)
     with loop.joined("distcache.load", math.inf) as world:
-        agree_on(world, {"path": str(path)} | loop.describe())
-        folder = on_first(world, lambda: _find(Path(path), missing_ok))
+        require_equal(world, {"path": str(path)} | loop.describe())
+        folder = run_on_rank0(world, lambda: _find(Path(path), missing_ok))
         if folder is None:
             return 0, {}
         with suggest_intact(folder, world):
@@ -136,7 +136,7 @@ def load(
 
 def _load_from(folder: Path, loop: _Loop, world: World) -> tuple[int, dict[str, Any]]:
     """Load the checkpoint in `folder`, see `load`."""
-    manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
+    manifest: Manifest = run_on_rank0(world, lambda: Manifest.read(folder))
     ranks = _require_same_loop(folder, manifest, loop.describe())
 
     def read() -> tuple[BlockReader, dict[str, Any]]:
@@ -210,7 +210,7 @@ class _Loop:
         `limit_s` seconds, at most a collection's `timeout_s`.
         """
         collections = list(self._collections.values())
-        collections[0]._lazy_tables.meet(caller, _ALL_RANKS, limit_s)
+        collections[0]._lazy_tables.barrier(caller, _ALL_RANKS, limit_s)
         tables = [table for collection in collections for table in collection.tables.tables]
         nbytes = max_table_bytes((table.rows, table.dim) for table in tables)
         with library_words(), file_world(collections[0].tables.world, nbytes) as files:

@@ -15,7 +15,7 @@ from typing import Any
 from distcache.checkpoint import files
 from distcache.checkpoint.manifest import Manifest, rests_on
 from distcache.checkpoint.state import Start, TrainerState, capture
-from distcache.comm.link import on_first
+from distcache.comm.link import run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.gradients import BUSY, SAVE
 from distcache.engine.whole import Snapshot
@@ -112,7 +112,9 @@ class Saver(AbstractContextManager):
         self._last_time = time.monotonic()
         self._is_due = False
         self._has_warned = False
-        self._best: float | None = on_first(world, lambda: best_of(self.folder, keeping.best)[0])
+        self._best: float | None = run_on_rank0(
+            world, lambda: best_of(self.folder, keeping.best)[0]
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error wait as long as other ranks may take; after a second Ctrl-C not at all.
@@ -170,7 +172,7 @@ class Saver(AbstractContextManager):
         self._is_due = False
         if state == self.last:
             if not periodic:  # an earlier run may have ended before it removed old checkpoints
-                on_first(self.world, lambda: prune(self.folder, self._keeping))
+                run_on_rank0(self.world, lambda: prune(self.folder, self._keeping))
             return
         self._mode.flush()
         try:
@@ -205,7 +207,7 @@ class Saver(AbstractContextManager):
 
         def work() -> None:
             files.write_checkpoint(folder, values, header, world, snapshot)
-            on_first(world, lambda: prune(self.folder, self._keeping))
+            run_on_rank0(world, lambda: prune(self.folder, self._keeping))
 
         def on_success() -> None:
             self.last = state
@@ -233,7 +235,7 @@ class Saver(AbstractContextManager):
                 return {"base": {"folder": base_folder.name, "crc32": crc32}}
             return {}
 
-        entry = {} if base_folder == folder else on_first(self.world, describe)
+        entry = {} if base_folder == folder else run_on_rank0(self.world, describe)
         return entry, mark if entry else None
 
     def wait(self, limit_s: float | None = None) -> None:

@@ -21,7 +21,7 @@ from distcache.checkpoint.files import differences, local_result, max_table_byte
 from distcache.checkpoint.manifest import Manifest
 from distcache.checkpoint.reader import BlockReader
 from distcache.checkpoint.writer import BLOCK_BYTES, TABLES, as_bytes
-from distcache.comm.link import on_first, together
+from distcache.comm.link import run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.whole import CHANGED, ChangedRows
@@ -100,7 +100,7 @@ def state_digest(
     for parameter in mode.dense_state().values():
         if world.is_first:
             update(parameter)
-    return on_first(world, sha.hexdigest)
+    return run_on_rank0(world, sha.hexdigest)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def read_start(folder: Path, identity: Identity, world: World, same_data: bool =
     another run, with both values, and DataError for a damaged list of files; the content of files
     is compared with their checksums when it is loaded.
     """
-    manifest: Manifest = on_first(world, lambda: Manifest.read(folder))
+    manifest: Manifest = run_on_rank0(world, lambda: Manifest.read(folder))
     header = manifest.header
     require_same_run(folder, header, identity)
     epoch_key = "steps of an epoch (data.samples, data.path)"
@@ -279,7 +279,7 @@ def load_checkpoint(
             data = reader.read_value(name).numpy().tobytes()
             others[name] = data if isinstance(blank, bytes) else json.loads(data)
 
-    together(world, read_others)
+    run_on_all_ranks(world, read_others)
     if extra is not None:
         extra.update({name: others.pop(name) for name in extra})
     mode.load_state_dict(tensors | others)

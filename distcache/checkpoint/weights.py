@@ -21,7 +21,7 @@ from distcache.checkpoint.files import find_checkpoints
 from distcache.checkpoint.manifest import Manifest, list_first
 from distcache.checkpoint.reader import BlockReader, StoredRows
 from distcache.checkpoint.writer import TABLES
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.errors import ConfigError
 from distcache.layout import TableSpec
@@ -187,7 +187,7 @@ def init_from(
             if name.startswith(prefix) and id(value) not in used
         )
 
-    together(world, find)
+    run_on_all_ranks(world, find)
     for index, value in weights.items():
         mode.fill_table(index, value)
     state = mode.dense_state()

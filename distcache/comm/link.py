@@ -24,7 +24,7 @@ from distcache.comm.rendezvous import (
     first_line,
     has_ended,
     named_ranks,
-    require_equal,
+    raise_if_different,
 )
 from distcache.comm.world import Nodes, World
 from distcache.errors import DistcacheError, PeerError, on_all_ranks
@@ -464,7 +464,7 @@ def host_link(world: World) -> Link:
 T = TypeVar("T")
 
 
-def together(world: World, work: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(world: World, work: Callable[[], T]) -> list[T]:
     """Run `work` on this rank and return what all ranks' calls returned, by rank.
 
     Called by all ranks, in the main thread; it ends when every rank's work has ended, so it is a
@@ -505,27 +505,27 @@ def _told(kind: type[DistcacheError], rank: int, message: str) -> DistcacheError
     return error
 
 
-def agree_on(world: World, values: Mapping[str, Any]) -> None:
+def require_equal(world: World, values: Mapping[str, Any]) -> None:
     """Raise ConfigError on every rank unless all ranks give equal `values`; called by all ranks.
 
     The error names the first few keys that differ, with every value and the ranks that have it.
     Values must be picklable; those with the same `repr` are equal.
     """
     way_out = "start all ranks with the same configuration, data and package versions"
-    require_equal(together(world, lambda: dict(values)), way_out)
+    raise_if_different(run_on_all_ranks(world, lambda: dict(values)), way_out)
 
 
-def on_first(world: World, action: Callable[[], Any]) -> Any:
+def run_on_rank0(world: World, action: Callable[[], Any]) -> Any:
     """Run `action` on rank 0 and hand its value (picklable) to every rank; all ranks call this.
 
-    Where it raises, every rank raises, as in `together`.
+    Where it raises, every rank raises, as in `run_on_all_ranks`.
     """
 
     def work() -> Any:
         return action() if world.is_first else None
 
     work.__qualname__ = _name_of(action)
-    return together(world, work)[0]
+    return run_on_all_ranks(world, work)[0]
 
 
 def agree_on_versions(world: World, hybrid: bool = False) -> None:
@@ -534,14 +534,14 @@ def agree_on_versions(world: World, hybrid: bool = False) -> None:
     Raises ConfigError on every rank for a difference that matters, with the values and their ranks;
     logs a warning on rank 0 for one that does not. `hybrid`: TorchRec shards the tables.
     """
-    found = together(world, versions_here)
+    found = run_on_all_ranks(world, versions_here)
     # Plans and rows travel between ranks as distcache lays them out, torch computes the steps, and
     # NumPy draws each node's initial rows; TorchRec and fbgemm exchange and update rows in hybrid;
     # Triton compiles the kernels by which each rank updates its own copy of a row on a GPU.
     needed = {"distcache", SOURCE, "torch", "numpy"}
     needed |= {"triton"} if world.device.type == "cuda" else set()
     needed |= {"torchrec", *FBGEMM_DISTRIBUTIONS} if hybrid else set()
-    require_equal(
+    raise_if_different(
         [{k: v for k, v in seen.items() if k in needed} for seen in found],
         "install the same packages on all nodes "
         f"(compared are {', '.join(('python', *DISTRIBUTIONS))})",

@@ -429,7 +429,9 @@ def wait_until(
         time.sleep(0.02)
 
 
-def meet(store: dist.Store, rank: int, size: int, limit_s: float, asked: str, way_out: str) -> None:
+def barrier(
+    store: dist.Store, rank: int, size: int, limit_s: float, asked: str, way_out: str
+) -> None:
     """Let rank 0 of `size` see whether it is alone with what it `asked` for; `way_out`: what to do.
 
     Raises PeerError on rank 0, and changes nothing, where no other comes within `limit_s` seconds.
@@ -545,7 +547,7 @@ def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def require_equal(
+def raise_if_different(
     by_rank: Sequence[Mapping[str, Any]], way_out: str, what: str = "the ranks"
 ) -> None:
     """Raise ConfigError where the values of the ranks differ: the first few keys, each with every

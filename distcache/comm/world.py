@@ -24,7 +24,7 @@ from distcache.comm.rendezvous import (
     find_place,
     first_line,
     generation,
-    require_equal,
+    raise_if_different,
     stale_keys_remedy,
     whole_number,
 )
@@ -79,14 +79,14 @@ class Claim:
 
 def agree_on_claims(claims: Sequence[Claim]) -> Nodes:
     """The nodes that the ranks' claims amount to; the same value or ConfigError on every rank."""
-    require_equal(
+    raise_if_different(
         [{"WORLD_SIZE": str(claim.size)} for claim in claims], "start all with one number"
     )
     for rank, claim in enumerate(claims):
         if claim.error is not None:
             raise ConfigError(f"rank {rank} ({claim.host}): {claim.error}")
     where = [{"trainer.device": own.device, "trainer.backend": own.backend} for own in claims]
-    require_equal(where, "set these keys to what all nodes have", "the nodes")
+    raise_if_different(where, "set these keys to what all nodes have", "the nodes")
     starts = [0, *(rank for rank, claim in enumerate(claims) if rank and claim.local_rank == 0)]
     nodes = Nodes(tuple(stop - start for start, stop in pairwise([*starts, len(claims)])))
     for first, size in zip(starts, nodes.sizes, strict=True):

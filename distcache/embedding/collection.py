@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor, nn
 
-from distcache.comm.link import agree_on, on_first, together
+from distcache.comm.link import require_equal, run_on_all_ranks, run_on_rank0
 from distcache.embedding.flag import make_flag
 from distcache.embedding.ids import IdReader, KeyedJaggedTensor, checked_configs, lookups_of
 from distcache.embedding.lazy_tables import LazyTables
@@ -340,7 +340,7 @@ class CachedCollection(nn.Module):
             }
             write_tables(Path(folder), form, found, rows)
 
-        on_first(tables.world, write)
+        run_on_rank0(tables.world, write)
 
     def mark(self, changed: Mapping[str, np.ndarray] | None = None) -> int:
         """A mark at this step, for `changed_since`; called by all ranks between two steps.
@@ -352,7 +352,7 @@ class CachedCollection(nn.Module):
         tables = self.tables
         changed = {name: np.asarray(ids, np.int64) for name, ids in (changed or {}).items()}
         sums = {name: hashlib.sha256(ids.tobytes()).hexdigest() for name, ids in changed.items()}
-        agree_on(tables.world, {"changed": sorted(sums.items())})
+        require_equal(tables.world, {"changed": sorted(sums.items())})
         self._known(changed)
         for spec in self._config.lookups.specs:
             ids = changed.get(spec.name, np.empty(0, np.int64))
@@ -392,7 +392,7 @@ class CachedCollection(nn.Module):
             weights, said = find_weights(read_safetensors(Path(folder)), tables.tables, names or {})
             found.update(weights)
 
-        together(tables.world, find)
+        run_on_all_ranks(tables.world, find)
         whole = tables.let_go()
         for index, source in found.items():
             whole.fill(index, source)

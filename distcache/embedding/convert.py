@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.embedding.collection import CachedCollection
 from distcache.embedding.jagged import CachedEmbeddingBagCollection, CachedEmbeddingCollection
@@ -115,7 +115,7 @@ class TableSource:
         is_converted = dtype is not None and not isinstance(module, CachedModule)
         dtypes = [dtype] * len(stored) if dtype is not None and is_converted else stored
         tables = module.tables
-        tables.meet("distcache.to_torchrec()")
+        tables.barrier("distcache.to_torchrec()")
         return cls(tables, target or module.device, dtypes, frozenset(module.frozen))
 
     @property
@@ -167,7 +167,7 @@ def _require_memory(sources: Sequence[TableSource]) -> None:
                 require_memory(count * world.local_size + node_copy, purpose, _remedy_of(device))
 
     for world in {id(source.tables.world): source.tables.world for source in sources}.values():
-        together(world, lambda world=world: check(world))
+        run_on_all_ranks(world, lambda world=world: check(world))
 
 
 def _require_device_memory(device: torch.device, needed: int, purpose: str) -> None:
@@ -236,7 +236,7 @@ def _copy_model(
         build()
         return copies[0]
     _require_memory(sources)
-    together(sources[0].tables.world, build)
+    run_on_all_ranks(sources[0].tables.world, build)
     for source in sources:
         source.fill()
     return copies[0]

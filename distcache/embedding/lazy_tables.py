@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcache.comm.rendezvous import meet
+from distcache.comm.rendezvous import barrier
 from distcache.comm.world import current_world, require_group
 from distcache.embedding import step
 from distcache.embedding.ids import PlainTable
@@ -103,7 +103,7 @@ class LazyTables:
             self._require_tables()
             first_use = f"the first use of a cached collection ({_FIRST_USE})"
             require_group(first_use)
-            self.meet(first_use, "all ranks use it for the first time together", self._timeout_s)
+            self.barrier(first_use, "all ranks use it for the first time together", self._timeout_s)
             if dist.is_initialized():
                 gc.collect()  # those that nobody holds any more are gone on all ranks alike
             for own in list(_waiting):
@@ -123,17 +123,17 @@ class LazyTables:
             raise PlanError(f"the tables of {name} could not be made: {self._error}")
         return self.made
 
-    def meet(self, asked: str, way_out: str, limit_s: float | None = None) -> None:
-        """See `CollectionTables.meet`; also while there are no tables."""
+    def barrier(self, asked: str, way_out: str, limit_s: float | None = None) -> None:
+        """See `CollectionTables.barrier`; also while there are no tables."""
         if self.made is not None:
-            self.made.meet(asked, way_out, limit_s)
+            self.made.barrier(asked, way_out, limit_s)
         elif dist.is_initialized():
             ranks = dist.get_process_group_ranks(self._process_group)
             shared = dist.distributed_c10d._get_default_store()
             store = dist.PrefixStore(f"distcache/first use/{ranks[0]}", shared)
             place = ranks.index(dist.get_rank()), len(ranks)
             limit_s = min(step.ALONE_S if limit_s is None else limit_s, self._timeout_s)
-            meet(store, *place, limit_s, asked, way_out)
+            barrier(store, *place, limit_s, asked, way_out)
 
     def _require_tables(self) -> None:
         if not self.config.lookups.specs:

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from distcache.comm.link import PLANNING, agree_on, agree_on_versions, host_link, together
-from distcache.comm.rendezvous import ErrorReports, meet
+from distcache.comm.link import (
+    PLANNING,
+    agree_on_versions,
+    host_link,
+    require_equal,
+    run_on_all_ranks,
+)
+from distcache.comm.rendezvous import ErrorReports, barrier
 from distcache.comm.world import World
 from distcache.data.batch import Batch, check_ids
 from distcache.embedding.ids import ReadIds, as_batch, initial_change
@@ -126,7 +132,7 @@ class CollectionTables:
         own |= {f.name: getattr(settings, f.name) for f in fields(settings)}
         for where in ("statistics", "cluster"):
             del own[where]
-        agree_on(world, own | {"device": world.device.type})
+        require_equal(world, own | {"device": world.device.type})
         features = [feature for table in tables for feature in table.features]
         self.config = config
         with library_words():
@@ -174,7 +180,7 @@ class CollectionTables:
                 if change is not None:
                     self.whole.change_initial(index, seed, change)
 
-        together(world, change_all)
+        run_on_all_ranks(world, change_all)
 
     @torch.inference_mode(False)
     def take_update(self, config: CollectionConfig) -> None:
@@ -221,7 +227,9 @@ class CollectionTables:
 
     def _choose_window(self, first: tuple[int, int]) -> None:
         """Fix L by the ids and the bytes that the first plan's batches have on all ranks."""
-        ids, kept = (max(sizes) for sizes in zip(*together(self.world, lambda: first), strict=True))
+        ids, kept = (
+            max(sizes) for sizes in zip(*run_on_all_ranks(self.world, lambda: first), strict=True)
+        )
         prefetch, steps = self.settings.prefetch, WINDOWS[0]
         # Where no window decides which rows leave, a deep one only keeps batches waiting.
         if Policy.of(self.settings).uses_window:
@@ -524,17 +532,17 @@ class CollectionTables:
     ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
         """Flush; then each table with its weights and state, see `WholeTables.views`. Raises
         PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`."""
-        self.meet()
+        self.barrier()
         self.flush()
         return self.whole.views(states)
 
-    def meet(
+    def barrier(
         self, asked: str = "state_dict()", way_out: str = _ALL_ASK, limit_s: float | None = None
     ) -> None:
-        """Let rank 0 see whether it is alone with what it `asked` for; see `rendezvous.meet`."""
+        """Let rank 0 see whether it is alone with what it `asked` for; see `rendezvous.barrier`."""
         world = self.world
         limit = min(ALONE_S if limit_s is None else limit_s, world.timeout_s)
-        meet(world.store, world.rank, world.size, limit, asked, way_out)
+        barrier(world.store, world.rank, world.size, limit, asked, way_out)
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
@@ -605,20 +613,20 @@ class CollectionTables:
     def read_weights(self) -> None:
         """Let the rows in host memory be those of the last step; called by all ranks."""
         if not self._is_flushed:
-            self.meet("a table's weight", _ALL_ASK)
+            self.barrier("a table's weight", _ALL_ASK)
             self.flush()
 
     def begin_write(self) -> bool:
         """Before a weight is written; whether this rank writes, for all of its node. Called by all
         ranks. Raises PlanError inside a step."""
-        self.meet("writing a table's weight", _ALL_ASK)
+        self.barrier("writing a table's weight", _ALL_ASK)
         self._judge(0)
         self.let_go("writing a weight")
         return not self.world.local_rank
 
     def end_write(self, index: int) -> None:
         """Weights of table `index` were written; called by all ranks."""
-        together(self.world, lambda: None)
+        run_on_all_ranks(self.world, lambda: None)
         self.whole.note_range(index, range(self.tables[index].rows))
 
     def look_at_weights(self) -> None:

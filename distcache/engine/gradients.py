@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from distcache import ops
-from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, agree_on
+from distcache.comm.link import DENSE, PLANNING, ROWS, CollectiveCounters, Link, require_equal
 from distcache.comm.world import close_world, current_world, require_group
 from distcache.engine.groups import GroupBags, TableGroup
 from distcache.errors import ConfigError, PlanError
@@ -518,7 +518,7 @@ class DenseGradients:
             "the checksums of their weights": [zlib.crc32(own.tobytes()) for own in bits],
             "gradient_reduction is mean": self._is_mean,
         }
-        agree_on(world, said)
+        require_equal(world, said)
         return Link(world, world.device_group, CollectiveCounters(), "the dense gradients' group")
 
     def gather(self) -> None:

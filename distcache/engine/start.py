@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from distcache.cache import DeviceCache
-from distcache.comm.link import CollectiveCounters, Link, together
+from distcache.comm.link import CollectiveCounters, Link, run_on_all_ranks
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
@@ -63,7 +63,7 @@ def make_rows(
     regions = [region_slots(group, count) for group, count in zip(groups, slots, strict=True)]
     caches: list[DeviceCache] = []
     make = partial(_make_caches, world, groups, regions, update, settings)
-    together(world, lambda: caches.extend(make()))
+    run_on_all_ranks(world, lambda: caches.extend(make()))
     common = (link, streams, settings.prefetch, settings.mode == "host")
     return [
         GroupRows(group, cache, store, *common, count)
@@ -98,14 +98,14 @@ def make_stores(
         for store in stores:
             store.open_to(world.device)
 
-    together(world, check)
+    run_on_all_ranks(world, check)
     try:
         for layout, width in zip(layouts, widths, strict=True):
             stores.append(RowStore(layout, width, dtype, world))
         for group, store in zip(groups, stores, strict=True):
             store.initialise(seed, group.tables, update.initial_state(group.dim))
         if access == ZERO_COPY:
-            together(world, open_all)
+            run_on_all_ranks(world, open_all)
     except BaseException:
         for store in stores:
             store.close()
@@ -227,7 +227,7 @@ def warm_up(
         record_failure(world.store, world.rank, error)
         raise
     planner.restore(step, lambda place, slots: rows[place].held_rows(slots))
-    brought = together(world, lambda: (counts.rows_fetched, counts.host_to_device_bytes))
+    brought = run_on_all_ranks(world, lambda: (counts.rows_fetched, counts.host_to_device_bytes))
     fetched, moved = (sum(values) for values in zip(*brought, strict=True))
     if world.is_first:
         log.info(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distcache import ops
-from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link, together
+from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link, run_on_all_ranks
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
@@ -481,7 +481,7 @@ class CachedTables:
         with self.whole:
             if self.stream is not None:
                 self.stream.pause_movement()
-        steps = together(self.world, whole_steps)
+        steps = run_on_all_ranks(self.world, whole_steps)
         if len(set(steps)) > 1:
             counts = ", ".join(f"rank {rank}: {run}" for rank, run in enumerate(steps))
             raise PeerError(
@@ -490,7 +490,7 @@ class CachedTables:
             )
         for rows in self.rows:
             rows.flush()
-        together(self.world, lambda: None)
+        run_on_all_ranks(self.world, lambda: None)
 
     def mark(self, changed: Mapping[str, np.ndarray] | None = None, keep: int = MARKS) -> int:
         """A mark at this step, right after `flush`, by its number, for `changed_since`; the last
@@ -525,7 +525,7 @@ class CachedTables:
         found: dict[str, np.ndarray] = {}
         for rows in self.rows:
             layout, own = rows.group.layout, rows.marks[mark]
-            by_home = enumerate(together(self.world, lambda own=own: own))
+            by_home = enumerate(run_on_all_ranks(self.world, lambda own=own: own))
             homes = [marked_ids(layout, home, bits) for home, bits in by_home]
             for table, *parts in zip(layout.tables, *homes, strict=True):
                 found[table.name] = np.sort(np.concatenate(parts))

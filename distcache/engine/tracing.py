@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distcache.comm.link import on_first, together
+from distcache.comm.link import run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.step import WAIT, Span, Watcher
 from distcache.errors import ConfigError
@@ -145,9 +145,9 @@ def tracing(
         remove_trace(folder)  # a part that a trace before left would be taken for one of this
         return time.time()
 
-    start_s = on_first(world, prepared)
+    start_s = run_on_rank0(world, prepared)
     try:
-        together(world, begin)
+        run_on_all_ranks(world, begin)
     except BaseException:
         for part in parts:
             part.close()
@@ -161,7 +161,7 @@ def tracing(
         if world.size == 1:  # nobody else may still write
             collect(folder, 1)
         raise
-    together(world, part.close)
+    run_on_all_ranks(world, part.close)
     if world.is_first:
         collect(folder, world.size)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint import metadata, planner
 
-from distcache.comm.link import ROWS, host_link, together
+from distcache.comm.link import ROWS, host_link, run_on_all_ranks
 from distcache.comm.world import World
 from distcache.engine.movement import GroupRows, joined_rows, marked_ids, parted_rows
 from distcache.errors import DistcacheError, PlanError
@@ -230,7 +230,7 @@ class WholeTables:
         if since is not None:
             state, whole = self._changed(since)
         if self._is_split:
-            together(self._world, lambda: state.update(self._allocate(whole, scratch)))
+            run_on_all_ranks(self._world, lambda: state.update(self._allocate(whole, scratch)))
             for index in whole:
                 if filled:
                     self._read(index, state)
@@ -251,7 +251,7 @@ class WholeTables:
         for rows in self._groups:
             ids = marked_ids(rows.group.layout, world.rank, rows.marks[mark])
             own |= dict(zip(rows.group.tables, ids, strict=True))
-        counts = together(world, lambda: {index: len(ids) for index, ids in own.items()})
+        counts = run_on_all_ranks(world, lambda: {index: len(ids) for index, ids in own.items()})
         state, whole = dict[str, Any](), list[int]()
         for index, table in enumerate(self._tables):
             kind, ids = self._store(index)[0].kind, own[index]
@@ -300,7 +300,7 @@ class WholeTables:
                     weight, *of_state = (shards[number].tensor for shards in parts)
                     rows = weight, torch.cat(of_state, dim=1) if of_state else None
                 RowExchange(self._world, store, place, ids).put(rows)
-        together(self._world, lambda: None)
+        run_on_all_ranks(self._world, lambda: None)
 
     def _shares(self, table: int) -> list[range]:
         return shares(self._tables[table].rows, self._world.size)
@@ -387,14 +387,14 @@ class WholeTables:
         """Let a table have rank 0's `values`, `[rows, D]`, as weights; nothing may be cached."""
         (store, place), world = self._store(table), self._world
         if store.part.is_whole:
-            together(world, lambda: world.is_first and store.table(place)[0].copy_(values))
+            run_on_all_ranks(world, lambda: world.is_first and store.table(place)[0].copy_(values))
             return
         wanted = [range(len(values)), *[range(0)] * (world.size - 1)]
         for ids in blocks(wanted, store.kind.nbytes):
             own, exchange = ids[world.rank], RowExchange(world, store, place, ids)
             state = exchange.bring()[1]
             exchange.put((values[own.start : own.stop].to(store.kind.stored), state))
-        together(world, lambda: None)
+        run_on_all_ranks(world, lambda: None)
 
     def fill(self, table: int, source: Stored) -> None:
         """Let the first rows of a table have the weights of `source`, `[rows, D]`; nothing may be
@@ -412,7 +412,7 @@ class WholeTables:
 
         self.note_range(table, range(source.shape[0]))
         with torch.no_grad():
-            together(world, write)
+            run_on_all_ranks(world, write)
 
     def note_range(self, table: int, ids: range) -> None:
         """Tell the marks of rows that are written by hand."""
@@ -447,7 +447,7 @@ class WholeTables:
         for index, _, value in parts:
             self.note_range(index, range(len(value)))
         with torch.no_grad():
-            together(self._world, write)
+            run_on_all_ranks(self._world, write)
 
     def _copy(self, store: RowStore, place: int, states: bool) -> Tensor | None:
         """A whole table's weights, or its state, in memory that this node's ranks share."""
@@ -464,7 +464,7 @@ class WholeTables:
             own, found = ids[world.rank], RowExchange(world, store, place, ids).bring()[states]
             if found is not None:
                 copy[own.start : own.stop] = found
-        together(world, lambda: None)
+        run_on_all_ranks(world, lambda: None)
         return copy
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.data.batch import Batch
 from distcache.engine.gradients import StepResult
@@ -236,7 +236,7 @@ def agreed_batches(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
         return drawn[0].ids.batch_size if drawn else None
 
     while True:
-        sizes = together(world, draw)
+        sizes = run_on_all_ranks(world, draw)
         ended = [rank for rank, size in enumerate(sizes) if size is None]
         if ended:
             if drawn:
@@ -371,7 +371,7 @@ class StepStatistics:
 
 def over_ranks(world: World, values: dict[str, int], op: Callable[..., int] = sum) -> dict:
     """The sums of `values` over all ranks, or what `op` makes of them."""
-    by_rank = zip(*together(world, lambda: list(values.values())), strict=True)
+    by_rank = zip(*run_on_all_ranks(world, lambda: list(values.values())), strict=True)
     return dict(zip(values, map(op, by_rank), strict=True))
 
 

@@ -48,8 +48,8 @@ from distcache.comm.link import (
     CollectiveCounters,
     Link,
     count_collectives,
+    run_on_all_ranks,
     summing_hook,
-    together,
 )
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck, JaggedIds, Prefetch
@@ -141,7 +141,7 @@ def check_memory(spec: HybridSpec, world: World) -> None:
                 "use smaller tables, more nodes, or parallel=data on a machine with more memory",
             )
 
-    together(world, check)
+    run_on_all_ranks(world, check)
 
 
 def _quieten() -> None:
@@ -218,7 +218,7 @@ def shared_plan(world: World, spec: HybridSpec, ebc: EmbeddingBagCollection) -> 
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    (plan,) = [found for found in together(world, decide) if found is not None]
+    (plan,) = [found for found in run_on_all_ranks(world, decide) if found is not None]
     return plan
 
 
@@ -638,7 +638,7 @@ class HybridParallel(Parallel):
         """See `Parallel.fill_table`; each rank reads the rows of its shards."""
         tensor = self._weights[self._spec.tables[table].name]
 
-        together(self._world, lambda: write_rows(tensor, source))
+        run_on_all_ranks(self._world, lambda: write_rows(tensor, source))
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
         """See `Parallel.state_dict`: tables and row states as ShardedTensor of this rank's shards.

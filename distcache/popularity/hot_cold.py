@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchSlice, JaggedIds, SlicedSource, slice_bounds
 from distcache.data.files import digest_of
@@ -280,7 +280,9 @@ class HotColdSource:
         words = (self._samples + 63) // 64
         low, high = (64 * at for at in slice_bounds(words, world.rank, world.size))
         part = (low, min(high, self._samples))
-        found = together(world, lambda: classify(self.source, self.hot, epoch, part, self._show))
+        found = run_on_all_ranks(
+            world, lambda: classify(self.source, self.hot, epoch, part, self._show)
+        )
         return np.concatenate(found)
 
     def _warn(self) -> None:

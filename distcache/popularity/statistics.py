@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distcache.comm.link import agree_on, together
+from distcache.comm.link import require_equal, run_on_all_ranks
 from distcache.comm.world import World
 from distcache.data.criteo_folder import NAME as MANIFEST
 from distcache.data.files import write_json
@@ -287,7 +287,7 @@ def share_popularity(
     node's memory does not hold the arrays.
     """
     statistics = popularity.statistics
-    agree_on(
+    require_equal(
         world,
         {
             "cache.statistics (its fingerprint)": statistics.fingerprint,
@@ -302,7 +302,7 @@ def share_popularity(
     arrays = [a for group in shared for a in (group.classes, group.hot) if a is not None]
     if world.local_size < world.size:  # homes would not agree
         digests = [zlib.crc32(array) for array in arrays]
-        agree_on(world, {"cache.statistics (digests of its counts on each node)": digests})
+        require_equal(world, {"cache.statistics (digests of its counts on each node)": digests})
     if world.is_first and arrays:
         total = describe_bytes(sum(array.nbytes for array in arrays))
         log.info("popularity of rows: %s of host memory on each node", total)
@@ -334,7 +334,7 @@ def _share_group(
             found = hot_rows(statistics, tables, popularity.hot_rows, layout)
             hottest[: len(found)], hottest[len(found) :] = found, -1
 
-    together(world, fill)
+    run_on_all_ranks(world, fill)
     return GroupPopularity(classes, hottest)
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from distcache import ops
 from distcache.comm import link as comm
-from distcache.comm.link import ROWS, CollectiveCounters, together
+from distcache.comm.link import ROWS, CollectiveCounters, run_on_all_ranks
 from distcache.comm.world import World
 from distcache.data.synthetic import SyntheticSource, SyntheticSpec
 from distcache.engine.groups import RegionSlots, TableSettings, make_groups
@@ -66,7 +66,7 @@ def measure(
         *_device_row_seconds(world, dim, update, generator),
         _dense_seconds(world, model, shape),
     ]
-    mean = np.mean(together(world, lambda: seconds), axis=0)
+    mean = np.mean(run_on_all_ranks(world, lambda: seconds), axis=0)
     few, many, far_few, far_many, host, lookup, updated, copied, sample = mean.tolist()
 
     def link(few: float, many: float, peers: int) -> Link:

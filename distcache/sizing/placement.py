@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from distcache.comm.link import on_first
+from distcache.comm.link import run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.groups import MIXED, REPLICATED, SHARDED, Placement
 from distcache.errors import ConfigError
@@ -47,7 +47,7 @@ def decide_placement(
     cluster = None
     if keys.replicated_rows is None and keys.replicated_share is None:
         cluster = _cluster(request, world, measure)
-    return on_first(world, lambda: _decide(request, slots, count_rows(), cluster))
+    return run_on_rank0(world, lambda: _decide(request, slots, count_rows(), cluster))
 
 
 def _decide(
@@ -89,7 +89,7 @@ def _cluster(request: CacheRequest, world: World, measure: Callable[[], Cluster]
             raise ConfigError(f"cache.cluster={path}: {error}") from error
         return cluster
 
-    return on_first(world, read)
+    return run_on_rank0(world, read)
 
 
 def choose(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.config.tree import CacheConfig, Config
 from distcache.data.batch import BatchCheck, BatchSource
@@ -98,7 +98,7 @@ def resolve_ahead(config: Config, world: World, source: Any, tables: Sequence[Ta
     ids = ids_per_step(source, tables, batch, world.size)
     sample_bytes = 4 * (getattr(source, "dense_features", 1) + 1)
     each = max(1, round(ids * _ID_BYTES + math.ceil(batch / world.size) * sample_bytes))
-    seen = together(world, lambda: (_room(each, world), ids))
+    seen = run_on_all_ranks(world, lambda: (_room(each, world), ids))
     room, ids = min(found for found, _ in seen), max(found for _, found in seen)
     room -= _TOLD_LATER * (world.size > 1)
     lookahead, prefetch = cache.lookahead, cache.prefetch

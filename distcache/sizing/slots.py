@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distcache.comm.link import on_first, together
+from distcache.comm.link import run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.groups import (
     REPLICATED,
@@ -199,7 +199,7 @@ class CacheRequest:
         """
         keys = self.keys
         results = list[Statistics | None]()
-        together(world, lambda: results.append(read()))
+        run_on_all_ranks(world, lambda: results.append(read()))
         statistics = results[0]
 
         def planned() -> tuple[SlotPlan, tuple[int, ...] | None]:
@@ -208,7 +208,7 @@ class CacheRequest:
                 return plan, None
             return plan, self.first_rows(plan.slots, statistics, world.size)
 
-        plan, pinned = on_first(world, planned)
+        plan, pinned = run_on_rank0(world, planned)
         if world.is_first:
             log.info(self._size_line(plan.slots, world.size))
         if statistics is None:
@@ -261,9 +261,9 @@ class CacheRequest:
         if popularity is None or not isinstance(self.keys.split, str) or world.size == 1:
             return popularity
         of = ([count * world.size for count in slots], popularity.statistics)
-        hot, pinned = on_first(world, lambda: self.first_rows(*of)), popularity.pinned_rows
+        hot, pinned = run_on_rank0(world, lambda: self.first_rows(*of)), popularity.pinned_rows
         if pinned is not None:
-            pinned = on_first(world, lambda: self.first_rows(*of, world.size))
+            pinned = run_on_rank0(world, lambda: self.first_rows(*of, world.size))
         return replace(popularity, hot_rows=hot, pinned_rows=pinned)
 
 

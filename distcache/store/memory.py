@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.errors import MemoryTooSmallError, PeerError, human_bytes
 
@@ -183,9 +183,11 @@ def share_memory(size: int, world: World, what: str, way_out: str) -> mmap.mmap:
         return handle_of(made[0]), size
 
     try:
-        handles = together(world, make)
+        handles = run_on_all_ranks(world, make)
         mapping: list[mmap.mmap] = []
-        together(world, lambda: mapping.append(_map(handles[world.first_local], size, world)))
+        run_on_all_ranks(
+            world, lambda: mapping.append(_map(handles[world.first_local], size, world))
+        )
     finally:
         for fd in made:
             os.close(fd)  # every mapping keeps a descriptor of its own

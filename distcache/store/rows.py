@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distcache import ops
-from distcache.comm.link import together
+from distcache.comm.link import run_on_all_ranks
 from distcache.comm.rendezvous import first_line
 from distcache.comm.world import World
 from distcache.errors import (
@@ -449,7 +449,7 @@ class RowStore:
             mine = slice(world.local_rank, None, world.local_size)
             draw_tables(seed, table_indices, self.layout, put, world.local_size, mine)
 
-        together(world, fill_mine)
+        run_on_all_ranks(world, fill_mine)
         if not world.local_rank:
             seconds = max(time.perf_counter() - began, 1e-9)
             log.info(
@@ -474,10 +474,10 @@ class RowStore:
         self.state = tensor_in(share_memory(nbytes, world, what, WAY_OUT), 0, size, self.dtype)
         self.state_width, self.nbytes = width, self.nbytes + nbytes
         own = self.state.numpy()[world.local_rank :: world.local_size]
-        together(world, lambda: np.copyto(own, initial.numpy()) if initial.any() else None)
+        run_on_all_ranks(world, lambda: np.copyto(own, initial.numpy()) if initial.any() else None)
         if self.direct is not None and device is not None:
             self.direct.close()
-            together(world, lambda: self.open_to(device))
+            run_on_all_ranks(world, lambda: self.open_to(device))
 
     def put(self, first: int, values: np.ndarray) -> slice | np.ndarray:
         """Write the weights, floats `[m, D]`, of the rows from number `first` on, those at home on

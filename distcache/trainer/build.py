@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distcache.checkpoint.files import file_world
-from distcache.comm.link import agree_on, on_first, together
+from distcache.comm.link import require_equal, run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.config.tree import Config
 from distcache.data.batch import BatchSource
@@ -131,9 +131,9 @@ def verify_files(
                 files[at].check_unchanged(stream)
         return found
 
-    agree_on(world, {f"bytes of {file.path}": file.bytes for file in files})
+    require_equal(world, {f"bytes of {file.path}": file.bytes for file in files})
     with file_world(world, sum(file.bytes for file in files)) as patient:
-        found = together(patient, read)
+        found = run_on_all_ranks(patient, read)
     seen = [{part[at] for part in found if at in part} for at in range(len(files))]
     if differ := [file.path for file, own in zip(files, seen, strict=True) if len(own) > 1]:
         raise DataError(f"{differ[0]} is not the same file on all nodes")
@@ -155,7 +155,7 @@ def verify_files(
         if now.keys() - (read_json(folder / DATA_FILES) or {}).keys():
             write_json(folder / DATA_FILES, known | now)
 
-    on_first(world, compare)
+    run_on_rank0(world, compare)
 
 
 def _settings(kind: type, group: Any, own: Mapping[str, Any]) -> Any:
@@ -214,7 +214,7 @@ def build_parallel(
     allocated.
     """
     # Ranks that read other files would train on a mixture of both, and agree on every step.
-    agree_on(world, dict(source.identity))
+    require_equal(world, dict(source.identity))
     if config.parallel.mode == "hybrid":
         from distcache.parallel.hybrid import HybridParallel  # loads TorchRec and FBGEMM
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcache.comm.link import Waiting, on_first
+from distcache.comm.link import Waiting, run_on_rank0
 from distcache.comm.rendezvous import shutdown_timeout
 from distcache.comm.world import World
 from distcache.engine.step import WAIT
@@ -136,7 +136,7 @@ class Evaluation:
                 self._take(logits, labels)
             return measure(logits, labels)
 
-        return on_first(world, measured)
+        return run_on_rank0(world, measured)
 
 
 def measure(logits: np.ndarray, labels: np.ndarray) -> EvalResult:

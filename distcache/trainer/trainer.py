@@ -31,7 +31,7 @@ from distcache.checkpoint.state import (
     state_digest,
 )
 from distcache.checkpoint.weights import init_from
-from distcache.comm.link import on_first
+from distcache.comm.link import run_on_rank0
 from distcache.comm.world import World
 from distcache.config.checks import cadence
 from distcache.config.tree import Config
@@ -262,7 +262,7 @@ def train(
     mode = build.build_parallel(config, world, tables, model, source)
     bad_lines = getattr(source, "bad_lines", None)
     if bad_lines is not None and bad_lines.skip:  # every rank has read, and skipped, the same
-        on_first(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
+        run_on_rank0(world, lambda: write_json(run_dir / "bad_lines.json", bad_lines.summary()))
     run = Run(config, world, run_dir, source, tables, mode, begin, begun)
     result = run.go(build.build_rates(config))
     if result.notice and world.is_first:
@@ -306,9 +306,9 @@ def find_starts(
     same_data = config.trainer.resume_data == "same"
     folders: list[Path] = []
     if is_auto:
-        folders = on_first(world, lambda: find_checkpoints(run_dir))
+        folders = run_on_rank0(world, lambda: find_checkpoints(run_dir))
     elif resume != "never":
-        folders = on_first(world, lambda: [newest_checkpoint(Path(resume))])
+        folders = run_on_rank0(world, lambda: [newest_checkpoint(Path(resume))])
     for folder in folders:
         try:
             with file_world(world, most_bytes(identity)) as files:
@@ -530,7 +530,7 @@ class Run:
             write_json(path, summary)
             return summary, ""
 
-        return on_first(self.world, write)
+        return run_on_rank0(self.world, write)
 
     def identity(self) -> Identity:
         """What a checkpoint of this run has in common with a run that resumes it."""

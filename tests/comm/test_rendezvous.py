@@ -153,13 +153,13 @@ def test_a_rank_waits_for_rank_0_and_says_so(launched, monkeypatch, caplog) -> N
     assert store.get("word") == b"heard"
 
 
-def meet(store: dist.Store, rank: int, size: int = 2, limit_s: float = 20) -> list:
+def barrier(store: dist.Store, rank: int, size: int = 2, limit_s: float = 20) -> list:
     return exchange(store, "a test", (rank, size), {"of": rank}, limit_s)
 
 
 def test_ctrl_c_ends_every_wait(launched, store) -> None:
     launched(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    for wait in (lambda: open_store(find_place(), 60), lambda: meet(store, 0, limit_s=60)):
+    for wait in (lambda: open_store(find_place(), 60), lambda: barrier(store, 0, limit_s=60)):
         began = time.monotonic()
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -170,16 +170,16 @@ def test_ctrl_c_ends_every_wait(launched, store) -> None:
 def test_missing_ranks_are_named(store) -> None:
     says = r"rank 1 of 3 waited .* ranks 0, 2 did not come within trainer.timeout_s \(0.2 s\)"
     with pytest.raises(PeerError, match=says):
-        meet(store, 1, 3, 0.2)
+        barrier(store, 1, 3, 0.2)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.6])
 def test_ranks_that_come_late_are_waited_for_and_told(late_s, store, monkeypatch, caplog) -> None:
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.2 if late_s else 10)
     caplog.set_level(logging.INFO)
-    late = threading.Timer(late_s, lambda: meet(store, 1))
+    late = threading.Timer(late_s, lambda: barrier(store, 1))
     late.start()
-    found = meet(store, 0)
+    found = barrier(store, 0)
     late.join()
     assert found == [{"of": 0}, {"of": 1}]
     told = [line for line in caplog.messages if "waits for" in line]
@@ -262,7 +262,7 @@ def test_versions_are_words() -> None:
 
 def test_versions_that_matter_are_refused_and_others_told_by_rank_0(caplog, monkeypatch) -> None:
     def compared(other: dict[str, str], hybrid=False, device="cpu", is_first=True) -> None:
-        monkeypatch.setattr(link, "together", lambda world, work: [work(), work() | other])
+        monkeypatch.setattr(link, "run_on_all_ranks", lambda world, work: [work(), work() | other])
         world: Any = SimpleNamespace(device=torch.device(device), is_first=is_first)
         link.agree_on_versions(world, hybrid)
 

@@ -23,14 +23,14 @@ from distcache.comm.link import (
     ROWS,
     CollectiveCounters,
     Link,
-    agree_on,
     all_reduce_bytes,
     bytes_beyond,
     count_collectives,
     gather_bytes,
-    on_first,
+    require_equal,
+    run_on_all_ranks,
+    run_on_rank0,
     summing_hook,
-    together,
 )
 from distcache.comm.rendezvous import Place, differences, is_secondary
 from distcache.comm.world import (
@@ -235,7 +235,7 @@ def outcomes(rank: int, size: int) -> list[str]:
             return rank
 
         try:
-            seen.append(str((on_first if first else together)(world, work)))
+            seen.append(str((run_on_rank0 if first else run_on_all_ranks)(world, work)))
         except Exception as error:
             seen.append(f"{type(error).__name__}: {error}")
             assert is_secondary(error) == (rank not in ranks), "which rank was the cause"
@@ -245,9 +245,9 @@ def outcomes(rank: int, size: int) -> list[str]:
     fail(KeyError, 0, 2)
     fail(ConfigError, first=True)
     fail(ConfigError, 0, first=True)
-    agree_on(world, {"rows": 4})
+    require_equal(world, {"rows": 4})
     with pytest.raises(ConfigError) as caught:
-        agree_on(world, dict.fromkeys("abcde", rank))
+        require_equal(world, dict.fromkeys("abcde", rank))
     seen.append(str(caught.value))
     close_world(world)
     return seen

@@ -193,17 +193,17 @@ def test_a_row_alone_has_the_bits_it_has_in_company(name, dim, dtype):
         update(optimizer, rows, own if width else None, values, LR, 3)
         return rows, own
 
-    together, together_state = updated(weight, state, gradient)
-    assert not torch.equal(together, weight)
+    run_on_all_ranks, together_state = updated(weight, state, gradient)
+    assert not torch.equal(run_on_all_ranks, weight)
     for row in range(count):
         at = slice(row, row + 1)
         one, one_state = updated(weight[at], state[at], gradient[at])
-        assert torch.equal(one, together[at]) and torch.equal(one_state, together_state[at])
+        assert torch.equal(one, run_on_all_ranks[at]) and torch.equal(one_state, together_state[at])
     wide = torch.randn(count, dim + 3, generator=generator, dtype=dtype)
     wide[:, 2 : dim + 2] = gradient
     for other in (wide[:, 2 : dim + 2], column_major(gradient)):
         again, again_state = updated(column_major(weight), column_major(state), other)
-        assert torch.equal(again, together) and torch.equal(again_state, together_state)
+        assert torch.equal(again, run_on_all_ranks) and torch.equal(again_state, together_state)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -18,7 +18,7 @@ from protocol_cases import CASE, SLOTS, Raises, batches, caught, make, state, tr
 from ranks import End, Job
 from scenarios import popularity_of
 
-from distcache.comm.link import Link, together
+from distcache.comm.link import Link, run_on_all_ranks
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import World, close_world, open_world
 from distcache.parallel.cached import CachedParallel
@@ -184,7 +184,7 @@ def dies(rank: int, size: int, where: str, how: str) -> dict:
 
     def go() -> None:
         if where == "together":
-            together(world, end if rank == 1 else int)
+            run_on_all_ranks(world, end if rank == 1 else int)
             return
         mode = make(world, lookahead=1, prefetch=1)
         if where == "exchange":  # its next batch never comes, and the others' planners wait for it
@@ -214,10 +214,10 @@ def hang() -> None:
 
 
 def host_dies(rank: int, size: int) -> dict:
-    """Rank 0, which serves the store, dies; the other waits in `together`."""
+    """Rank 0, which serves the store, dies; the other waits in `run_on_all_ranks`."""
     world = opened(dying=0)
     work = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 0 else int
-    return attempt(world, lambda: together(world, work))
+    return attempt(world, lambda: run_on_all_ranks(world, work))
 
 
 def host_dies_early(rank: int, size: int) -> str:

@@ -187,7 +187,7 @@ class Meeting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def meet(self, kind: str, number: int, other: str, at: int) -> None:
+    def barrier(self, kind: str, number: int, other: str, at: int) -> None:
         self.began[kind][number].set()
         if 0 <= at < STEPS and self.began[other][at].wait(PATIENCE_S):
             self.met.append((kind, number))
@@ -197,7 +197,7 @@ class Meeting:
 
         def load():
             self.threads.add(threading.current_thread().name)
-            self.meet("load", step, "step", step - 1)
+            self.barrier("load", step, "step", step - 1)
             return batch.dense, batch.labels
 
         dense, labels = batch.dense.to("meta"), batch.labels.to("meta")
@@ -222,7 +222,7 @@ def load_late(rank: int, size: int, folder: str) -> dict[str, Any]:
 
         def train_step(step, asks=0, train=train, meeting=meeting):
             index = step.batch.index
-            meeting.meet("step", index, "load", index + 1)
+            meeting.barrier("step", index, "load", index + 1)
             return train(step, asks)
 
         mode.train_step = train_step
