@@ -39,10 +39,10 @@ from distcache.checkpoint.writer import BlockWriter
 from distcache.cli.run import describe_environment, machine_text
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
+from distcache.engine.full_tables import Snapshot
 from distcache.engine.groups import Placement
 from distcache.engine.planning import StreamPlanner
 from distcache.engine.step import stage_scope
-from distcache.engine.whole import Snapshot
 from distcache.models import initialise
 from distcache.optim import row_update
 from distcache.parallel.cached import CachedParallel, CachedSettings

@@ -15,7 +15,7 @@ import distcache.layout
 from distcache.data import batch
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
-from distcache.planner.hot_rows import HotRows
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.planner.victims import PINNED, POLICIES, RESIDENT, TAILS, Policy
 
 
@@ -127,7 +127,7 @@ def sharded_streams(draw: st.DrawFn, longest: int = 12) -> tuple:
     hot = np.flatnonzero(rng.random(rows) < share)
     tail = np.setdiff1d(np.arange(rows), hot)
     spare, shape = [draw(st.integers(0, most)) for most in (4, 8)], draw(shelvings())
-    among = HotRows(layout, hot)
+    among = ReplicatedRows(layout, hot)
     need = most_rows(stream, layout, among.local, hot, *shape)
     replicated = world * (need + spare[0]) if len(hot) else 0
     policy, popularity = draw(policies(rows))

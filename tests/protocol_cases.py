@@ -80,7 +80,7 @@ def state(mode: CachedParallel) -> str:
     mode.flush()
     sha = hashlib.sha256()
     for index in range(len(TABLES)):
-        for values in mode.tables.whole_tables.local(index):
+        for values in mode.tables.full_tables.local(index):
             if values is not None:
                 sha.update(np.ascontiguousarray(values.numpy()))
     for value in mode.dense_state().values():

@@ -15,7 +15,7 @@ from plan_streams import shelves_of
 from simulator import PlannerSettings, simulate
 
 from distcache.layout import RowLayout
-from distcache.planner.hot_rows import HotRows
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.step_plan import ShardPlan, StepPlan, Transfer, check_plan_fully
 
 FREE = -1
@@ -182,7 +182,7 @@ def check_step(
     urgent = {row for s in range(after + 1, step) for part in rows_by_step[s] for row in part}
     seen = list(dict.fromkeys(row for part in rows for row in part))
     homes = dict(zip(seen, layout.home(np.array(seen, np.int64)).tolist(), strict=True))
-    among = HotRows(layout, config.hot) if sharding else None
+    among = ReplicatedRows(layout, config.hot) if sharding else None
     by_home = [[row for row in seen if homes[row] == home] for home in range(world)]
 
     def by_shelf(rows: list[int], number: Callable[[np.ndarray], np.ndarray]) -> list[int]:

@@ -13,8 +13,8 @@ import numpy as np
 from distcache.data.batch import slice_bounds
 from distcache.layout import RowLayout
 from distcache.planner.home import HomePlanner, Parts
-from distcache.planner.hot_rows import HotRows
 from distcache.planner.rank import HomePart, RankPlanner, RowRequest, next_move_after
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.planner.shard import ShardParts, nothing, replies_to_all
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.popularity.statistics import GroupPopularity
@@ -76,7 +76,7 @@ class SimulatedWorld:
                 self.replicated = self._homes(settings.replicated // world, hot)
         self.written: list[np.ndarray] = []
         parts = [of[0].planner.parts if of else None for of in (self.replicated, self.sharded)]
-        among = None if hot is None else HotRows(layout, hot)
+        among = None if hot is None else ReplicatedRows(layout, hot)
         self._ranks = [RankPlanner(layout, among, parts) for _ in range(world)]
 
     def _homes(
@@ -84,10 +84,10 @@ class SimulatedWorld:
     ) -> list[HomeRun]:
         """A planner for each home, of `slots` slots; `hot`: for these rows alone."""
         layout, settings, found = self._layout, self._settings, list[HomeRun]()
-        own = layout if hot is None else HotRows(layout, hot)
+        own = layout if hot is None else ReplicatedRows(layout, hot)
         for home in range(layout.world_size):
             classes = GroupPopularity(settings.popularity).classes_at(layout, home)
-            if classes is not None and isinstance(own, HotRows):
+            if classes is not None and isinstance(own, ReplicatedRows):
                 classes = own.rated(home, layout, classes)
             parts = Parts(slots, own.most_rows, settings.shelves, settings.bits)
             common = (settings.prefetch, settings.policy, classes, first_slot, parts)

@@ -83,7 +83,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
 def describe(folder: Path, manifest: Manifest) -> str:
     """Return the header of a checkpoint and its values as lines of text."""
     from distcache.checkpoint.reader import BlockReader
-    from distcache.engine.whole import CHANGED
+    from distcache.engine.full_tables import CHANGED
 
     header = {key: manifest.header.get(key) for key in _SHOWN_KEYS}
     if header["run"] is not None:  # the tables are listed below

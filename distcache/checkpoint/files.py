@@ -27,7 +27,7 @@ from distcache.checkpoint.reader import BlockReader
 from distcache.checkpoint.writer import BlockSavePlanner, BlockWriter
 from distcache.comm.link import Waiting, run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
-from distcache.engine.whole import Snapshot
+from distcache.engine.full_tables import Snapshot
 from distcache.errors import ConfigError, DataError, DistcacheError
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from distcache.checkpoint.manifest import (
 )
 from distcache.checkpoint.writer import TABLES, as_bytes, completed_future
 from distcache.data.own import load_plain
-from distcache.engine.whole import CHANGED
+from distcache.engine.full_tables import CHANGED
 from distcache.errors import ConfigError, DataError
 
 # --------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from distcache.checkpoint.manifest import Manifest, rests_on
 from distcache.checkpoint.state import Start, TrainerState, capture
 from distcache.comm.link import run_on_rank0
 from distcache.comm.world import World
+from distcache.engine.full_tables import Snapshot
 from distcache.engine.gradients import BUSY, SAVE
-from distcache.engine.whole import Snapshot
 from distcache.errors import DataError, DistcacheError, PeerError
 from distcache.parallel.base import Parallel
 

@@ -24,7 +24,7 @@ from distcache.checkpoint.writer import BLOCK_BYTES, TABLES, as_bytes
 from distcache.comm.link import run_on_all_ranks, run_on_rank0
 from distcache.comm.world import World
 from distcache.data.batch import Batch
-from distcache.engine.whole import CHANGED, ChangedRows
+from distcache.engine.full_tables import CHANGED, ChangedRows
 from distcache.errors import ConfigError, DistcacheError
 from distcache.layout import TableSpec
 from distcache.parallel.base import Parallel

@@ -25,7 +25,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from distcache.checkpoint.manifest import METADATA, BlockFile, Mark, sync_folder
-from distcache.engine.whole import ChangedRows, Snapshot
+from distcache.engine.full_tables import ChangedRows, Snapshot
 from distcache.errors import DistcacheError
 from distcache.store.memory import describe_bytes
 

@@ -334,7 +334,7 @@ class CachedCollection(nn.Module):
 
         def write() -> None:
             found = {
-                spec.name: Stored.of(tables.whole.local(index)[0])
+                spec.name: Stored.of(tables.full_tables.local(index)[0])
                 for index, spec in enumerate(tables.tables)
                 if rows is None or spec.name in rows
             }

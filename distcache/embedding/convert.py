@@ -140,7 +140,7 @@ class TableSource:
     def fill(self) -> None:
         """Copy the tables as the last step left them. Called by all ranks."""
         self.tables.flush()
-        views = self.tables.whole.views()
+        views = self.tables.full_tables.views()
         for weight, (_, (values, _)) in zip(self.weights, views, strict=True):
             weight.copy_(values)
 

@@ -395,4 +395,4 @@ class CachedEmbedding(CachedModule):
                 f"padding_idx={self.padding_idx} on several nodes, each of which has part of the "
                 "rows: leave it out, and set the output to zero where ids are padding"
             )
-        return self.tables.whole.local(0)[0][self.padding_idx]
+        return self.tables.full_tables.local(0)[0][self.padding_idx]

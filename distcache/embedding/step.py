@@ -35,6 +35,7 @@ from distcache.embedding.ids import ReadIds, as_batch, initial_change
 from distcache.embedding.open_step import EarlierSteps, OpenStep
 from distcache.embedding.settings import CollectionConfig, library_words
 from distcache.embedding.weights import DRAWN_BYTES, TableRows, TableWeight
+from distcache.engine.full_tables import FullTables, Part
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import RowChoice
 from distcache.engine.pipeline import STOP_S
@@ -42,7 +43,6 @@ from distcache.engine.planning import planner_threads
 from distcache.engine.step import APPLY, StageClock, StepContext, record
 from distcache.engine.step_rows import RowSums, choices_of
 from distcache.engine.tables import CachedTables, all_of
-from distcache.engine.whole import Part, WholeTables
 from distcache.errors import NonFiniteLossError, PlanError, on_all_ranks
 from distcache.layout import TableSpec
 from distcache.parallel.base import StepStatistics
@@ -155,7 +155,7 @@ class CollectionTables:
             parts = (world, tables, features, update, engine)
             rest = (popularity, self._checked, stores, config.updates)
             self.engine = CachedTables(*parts, *rest)
-        self.whole = self.engine.whole_tables
+        self.full_tables = self.engine.full_tables
         self.statistics = StepStatistics(self.engine)
         self.clock = self.statistics.clock
 
@@ -163,7 +163,7 @@ class CollectionTables:
         """Initial rows, where they are not those that stores have by themselves."""
         seed, world = self.settings.seed or 0, self.world
         for index, weight in enumerate(drawn or ()):
-            self.whole.spread(index, weight)
+            self.full_tables.spread(index, weight)
         if drawn is not None:
             return
         if world.is_first and self.settings.init != "seed" and self.settings.seed is None:
@@ -178,7 +178,7 @@ class CollectionTables:
             for index, table_config in enumerate([] if world.local_rank else config.configs):
                 change = initial_change(table_config, index, seed)
                 if change is not None:
-                    self.whole.change_initial(index, seed, change)
+                    self.full_tables.change_initial(index, seed, change)
 
         run_on_all_ranks(world, change_all)
 
@@ -440,7 +440,7 @@ class CollectionTables:
             for owners, group in zip(step.owners, engine.groups, strict=True)
         ]
         self._is_flushed = False
-        with DelayedInterrupt(), engine.whole:
+        with DelayedInterrupt(), engine.error_scope:
             self._update(step, choices, counted)
         self._judge(int(streams.asynchronous))
 
@@ -530,11 +530,11 @@ class CollectionTables:
     def views(
         self, states: bool = False
     ) -> Iterator[tuple[TableSpec, tuple[Tensor | None, Tensor | None]]]:
-        """Flush; then each table with its weights and state, see `WholeTables.views`. Raises
+        """Flush; then each table with its weights and state, see `FullTables.views`. Raises
         PeerError on rank 0, and changes nothing, where no other rank comes within `ALONE_S`."""
         self.barrier()
         self.flush()
-        return self.whole.views(states)
+        return self.full_tables.views(states)
 
     def barrier(
         self, asked: str = "state_dict()", way_out: str = _ALL_ASK, limit_s: float | None = None
@@ -545,14 +545,14 @@ class CollectionTables:
         barrier(world.store, world.rank, world.size, limit, asked, way_out)
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
-        """Let columns of whole tables be `parts`, see `WholeTables.replace`."""
+        """Let columns of whole tables be `parts`, see `FullTables.replace`."""
         self.let_go().replace(parts, is_state)
         self._know([] if is_state else [index for index, *_ in parts])
 
     def saved(self, scratch: Path) -> dict[str, Any]:
-        """Flush; then `WholeTables.state`, for a checkpoint; `scratch`: see there."""
+        """Flush; then `FullTables.state`, for a checkpoint; `scratch`: see there."""
         self.flush()
-        return self.whole.state(scratch)
+        return self.full_tables.state(scratch)
 
     def settle_steps(self) -> None:
         """Count the steps that were applied, before they are saved. Raises NonFiniteLossError for
@@ -568,11 +568,11 @@ class CollectionTables:
     def loading(self, scratch: Path) -> Iterator[dict[str, Any]]:
         """What `saved` gave, to be filled inside; between two steps."""
         self.let_go()
-        state = self.whole.state(scratch, filled=False)
+        state = self.full_tables.state(scratch, filled=False)
         yield state
-        self.whole.load(state)
+        self.full_tables.load(state)
         for index, table in enumerate(self.tables):
-            self.whole.note_range(index, range(table.rows))
+            self.full_tables.note_range(index, range(table.rows))
         self._know(range(len(self.tables)))
 
     def require_between_steps(self, work: str) -> None:
@@ -580,7 +580,7 @@ class CollectionTables:
         if self.earlier.pending:
             raise PlanError(f"row gradients wait: call ebc.step() or zero_grad() before {work}")
 
-    def let_go(self, work: str = "loading") -> WholeTables:
+    def let_go(self, work: str = "loading") -> FullTables:
         """Between two steps: bring all rows to the stores, which may change, and plan none ahead:
         the next step reads them anew."""
         self.require_between_steps(work)
@@ -593,7 +593,7 @@ class CollectionTables:
         self.halt()
         self.flush()
         self.engine.forget()
-        return self.whole
+        return self.full_tables
 
     # --- weights as parameters, see `embedding.weights` -----------------------------------------
 
@@ -607,7 +607,7 @@ class CollectionTables:
                 "load_state_dict(), init_from or an init_fn in its config"
             )
         places = range(len(self.tables))
-        self._exposed = [TableRows(self, at, self.whole.local(at)[0]) for at in places]
+        self._exposed = [TableRows(self, at, self.full_tables.local(at)[0]) for at in places]
         return [rows.parameter() for rows in self._exposed]
 
     def read_weights(self) -> None:
@@ -627,7 +627,7 @@ class CollectionTables:
     def end_write(self, index: int) -> None:
         """Weights of table `index` were written; called by all ranks."""
         run_on_all_ranks(self.world, lambda: None)
-        self.whole.note_range(index, range(self.tables[index].rows))
+        self.full_tables.note_range(index, range(self.tables[index].rows))
 
     def look_at_weights(self) -> None:
         """Before rows are read: PlanError where weights were written unnoticed; local."""

@@ -99,7 +99,7 @@ class Part:
 
 
 @dataclass
-class Told:
+class ExchangeReply:
     """The messages that one exchange delivered to this rank.
 
     A group here is planned by itself: the replicated or the sharded rows of some tables.
@@ -148,7 +148,7 @@ class PlanExchange:
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
 
-    def exchange(self, asking: Part | None, deciding: Part | None = None) -> Told:
+    def exchange(self, asking: Part | None, deciding: Part | None = None) -> ExchangeReply:
         """Send each group's rows to their homes, and this home's decisions to all ranks.
 
         All ranks ask for the same step and decide the same one; all leave out either. Raises
@@ -209,9 +209,11 @@ class PlanExchange:
         )
         return receive().numpy().reshape(-1).view(self._header)
 
-    def _decode(self, headers: np.ndarray, asked: Verdict | None, decided: Verdict | None) -> Told:
+    def _decode(
+        self, headers: np.ndarray, asked: Verdict | None, decided: Verdict | None
+    ) -> ExchangeReply:
         """Return what the headers of all ranks tell."""
-        told = Told(
+        told = ExchangeReply(
             asked or Verdict(Status.OK, ()),
             decided,
             headers["samples"].tolist(),
@@ -265,7 +267,7 @@ class PlanExchange:
     # --- what follows the headers ------------------------------------------------------------
 
     def _exchange_arrays(
-        self, told: Told, asking: Part | None, deciding: Part | None, step: str
+        self, told: ExchangeReply, asking: Part | None, deciding: Part | None, step: str
     ) -> None:
         """Exchange the rows that are asked for, and the decisions; all ranks leave out either.
 
@@ -300,7 +302,7 @@ class PlanExchange:
         self,
         outgoing: list[list[np.ndarray]],
         lengths: list[list[int]],
-        told: Told,
+        told: ExchangeReply,
         deciding: Part,
     ) -> None:
         """Add this home's replies and slots to what goes to each rank, and the `lengths` of those
@@ -354,7 +356,7 @@ class PlanExchange:
             incoming.append(arrays)
         return incoming
 
-    def _mix_into_digest(self, headers: np.ndarray, told: Told) -> None:
+    def _mix_into_digest(self, headers: np.ndarray, told: ExchangeReply) -> None:
         """Mix the decisions of all homes into the digest, which the next headers carry."""
         if self._size == 1:
             return  # there is nobody to compare it with

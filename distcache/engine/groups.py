@@ -18,7 +18,7 @@ from distcache.data.batch import JaggedIds, is_one_each, one_each
 from distcache.errors import ConfigError, DataError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec, group_tables, split_slots
 from distcache.planner.home import Planner
-from distcache.planner.hot_rows import HotRows
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.planner.request_loops import find_pieces
 from distcache.planner.victims import DEFAULT, Policy
 from distcache.store.rows import STAGED
@@ -51,9 +51,9 @@ class TableGroup:
         return self.layout.dim
 
     @cached_property
-    def hot_rows(self) -> HotRows | None:
+    def hot_rows(self) -> ReplicatedRows | None:
         """`hot`, as its homes number them."""
-        return None if self.hot is None else HotRows(self.layout, self.hot)
+        return None if self.hot is None else ReplicatedRows(self.layout, self.hot)
 
     @cached_property
     def by_table(self) -> tuple[np.ndarray, np.ndarray]:

@@ -373,7 +373,7 @@ def marked_ids(layout: RowLayout, home: int, bits: np.ndarray) -> list[np.ndarra
 Stages = tuple[tuple[Stage, Callable[[StepContext], None]], ...]
 
 
-class Mover:
+class RowMover:
     """The stages of movement in the order in which they must run, in three parts.
 
     `prepare`: gather, which is the host's alone and waits for nothing but the write-backs before.

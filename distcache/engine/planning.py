@@ -27,7 +27,7 @@ from distcache.comm.link import Link
 from distcache.comm.rendezvous import failure_of_others, record_failure
 from distcache.comm.world import World
 from distcache.data.batch import UNKNOWN, Batch
-from distcache.engine.exchange import Part, PlanExchange, Status, Told, Verdict
+from distcache.engine.exchange import ExchangeReply, Part, PlanExchange, Status, Verdict
 from distcache.engine.groups import (
     Region,
     RegionSlots,
@@ -70,7 +70,7 @@ class Talk(NamedTuple):
 
     asking: Part | None
     deciding: Part | None
-    told: Told
+    told: ExchangeReply
 
 
 def home_regions(
@@ -413,7 +413,9 @@ class StreamPlanner:
         context.requests, context.asked = [], []
         return [context]
 
-    def _plan(self, group: int, context: StepContext, deciding: Part, told: Told) -> StepPlan:
+    def _plan(
+        self, group: int, context: StepContext, deciding: Part, told: ExchangeReply
+    ) -> StepPlan:
         """The plan of one group from the decisions on its regions."""
         size, prefetch, sharded = self.link.world.size, self.settings.prefetch, None
         places = [place for place, region in enumerate(self.regions) if region.group == group]

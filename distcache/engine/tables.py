@@ -18,6 +18,7 @@ from distcache.comm.link import PLANNING, ROWS, CollectiveCounters, Link, run_on
 from distcache.comm.rendezvous import record_failure
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.engine.full_tables import FullTables
 from distcache.engine.gradients import (
     PooledLookup,
     RowLookup,
@@ -27,7 +28,7 @@ from distcache.engine.gradients import (
     start_to_homes,
 )
 from distcache.engine.groups import TableSettings, make_groups
-from distcache.engine.movement import Mover, RowChoice, marked_ids
+from distcache.engine.movement import RowChoice, RowMover, marked_ids
 from distcache.engine.pipeline import StepStream
 from distcache.engine.start import RowPopularity, make_planner, make_rows, warm_up
 from distcache.engine.step import (
@@ -41,7 +42,6 @@ from distcache.engine.step import (
     StepContext,
     stage_scope,
 )
-from distcache.engine.whole import WholeTables
 from distcache.errors import PeerError, PlanError
 from distcache.layout import TableSpec
 from distcache.ops import put
@@ -71,8 +71,8 @@ def all_of(sums: RowSums) -> list[Tensor]:
     return [own for of_group in sums for own in of_group if own is not None]
 
 
-class Whole(Context["Whole"]):
-    """See `CachedTables.whole`. A class and not a generator: every step enters it twice."""
+class ErrorScope(Context["ErrorScope"]):
+    """See `CachedTables.error_scope`. A class and not a generator: every step enters it twice."""
 
     def __init__(self, tables: CachedTables) -> None:
         self._tables = tables
@@ -130,7 +130,7 @@ class CachedTables:
         self.link = Link(world, world.device_group, self.counters, "the device group")
         self.streams = Streams(world.device)
         self.rows = make_rows(self.groups, update, self.link, settings, self.streams, stores)
-        self.whole_tables = WholeTables(world, self.tables, self.rows, update)
+        self.full_tables = FullTables(world, self.tables, self.rows, update)
         self.planner = make_planner(world, self.rows, settings, check, popular)
         self._warm = ([own.hot for own in popular], share)
         self._updates = list(updates) or [update]
@@ -141,7 +141,7 @@ class CachedTables:
         """Whether a step begins with an exchange of rows."""
         self.home_state = self.placement.state == "home"
         self._returns = self.home_state and any(rows.slots.replicated for rows in self.rows)
-        self._mover = Mover(self.rows, self.link, self.streams, settings)
+        self._mover = RowMover(self.rows, self.link, self.streams, settings)
         self.overlapped = settings.schedule == "overlapped"
         """Whether rows move on a thread of their own."""
         self.stream: StepStream | None = None
@@ -149,7 +149,7 @@ class CachedTables:
         self.sync = SYNC if world.size > 1 else SYNC_ALONE
         """The stage in which gradients and results go to all ranks."""
         self.last_step, self.failed, self._stale = -1, False, False
-        self.whole = Whole(self)
+        self.error_scope = ErrorScope(self)
         """What fails inside leaves the rows of no step; the other ranks hear of it."""
         self._alone = {"train", "eval"} if world.size > 1 and self.streams.asynchronous else set()
         """Kinds of steps whose first is yet to come, beside which nothing moves: a GPU may wait for
@@ -251,7 +251,7 @@ class CachedTables:
         context.free = streams.record_event(COMPUTE, timed=True)
         if stream is None or not self.overlapped:
             context.after = context.free
-            with DelayedInterrupt(), self.whole:
+            with DelayedInterrupt(), self.error_scope:
                 if not context.moved:  # by an earlier call that was interrupted later
                     self._mover.move(context, TRAINING_LANE, self.delay_hook)
                     context.moved = True
@@ -478,7 +478,7 @@ class CachedTables:
                 )
             return self.last_step, applied
 
-        with self.whole:
+        with self.error_scope:
             if self.stream is not None:
                 self.stream.pause_movement()
         steps = run_on_all_ranks(self.world, whole_steps)
@@ -508,7 +508,7 @@ class CachedTables:
             rows.marks = {**kept, number: none}
         for index, table in enumerate(self.tables):
             if changed and table.name in changed:
-                self.whole_tables.note(index, changed[table.name], number)
+                self.full_tables.note(index, changed[table.name], number)
         return number
 
     def changed_since(self, mark: int) -> dict[str, np.ndarray]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from distcache.comm.link import run_on_all_ranks
 from distcache.comm.world import World
 from distcache.data.batch import Batch
+from distcache.engine.full_tables import Snapshot
 from distcache.engine.gradients import StepResult
 from distcache.engine.step import MoveCounts, StageClock, StepContext, Watcher
 from distcache.engine.tables import CachedTables
-from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError
 from distcache.optim import load_state, state_tensors
 from distcache.store.table_files import Stored

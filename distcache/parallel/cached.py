@@ -23,6 +23,7 @@ from torch.nn import functional
 from distcache.comm.link import ROWS
 from distcache.comm.world import World
 from distcache.data.batch import Batch, BatchCheck
+from distcache.engine.full_tables import Snapshot
 from distcache.engine.gradients import Control, ControlRing, DenseGradients
 from distcache.engine.groups import TableSettings
 from distcache.engine.movement import RowChoice
@@ -37,7 +38,6 @@ from distcache.engine.step import (
     record,
 )
 from distcache.engine.tables import CachedTables, RowSums
-from distcache.engine.whole import Snapshot
 from distcache.errors import ConfigError, PlanError
 from distcache.layout import TableSpec
 from distcache.optim import RowUpdate, dense_optimizer, masked_step, put_back, uncount
@@ -212,7 +212,7 @@ class CachedParallel(Parallel):
         """See `Parallel.train_step`."""
         context, tables = self._begin(step), self.tables
         context.result.asks = asks
-        with tables.whole:
+        with tables.error_scope:
             leaves = tables.open(context)
             with tables.stage(FORWARD_BACKWARD, context):
                 self._forward_backward(context, leaves)
@@ -359,7 +359,7 @@ class CachedParallel(Parallel):
         """Look at the results of steps, in order, but for the last `keep` of them."""
         while len(self._unread) > keep:
             context = self._unread[0]
-            with self.tables.whole:
+            with self.tables.error_scope:
                 self._agreed(context)
             self._unread.popleft()
             record(self.clock, context, self.streams)
@@ -370,7 +370,7 @@ class CachedParallel(Parallel):
         """See `Parallel.eval_step`."""
         context, tables, counters = self._begin(step), self.tables, self.counters
         sent, between = counters.collective_bytes, counters.inter_node_bytes
-        with tables.whole, torch.no_grad():
+        with tables.error_scope, torch.no_grad():
             leaves = tables.open(context)
             with tables.stage(FORWARD, context):
                 modes = [(module, module.training) for module in self._modules]
@@ -406,30 +406,30 @@ class CachedParallel(Parallel):
 
     def table_block(self, table: int, start: int, stop: int) -> Tensor | None:
         """See `Parallel.table_block`."""
-        return self.tables.whole_tables.block(table, range(start, stop))
+        return self.tables.full_tables.block(table, range(start, stop))
 
     def fill_table(self, table: int, source: Stored) -> None:
         """See `Parallel.fill_table`. Raises PlanError once rows are cached."""
         self.tables.require_unused()
-        self.tables.whole_tables.fill(table, source)
+        self.tables.full_tables.fill(table, source)
 
     def snapshot(self, folder: Path) -> Snapshot | None:
         """See `Parallel.snapshot`: where this node has all rows, and the devices have copies."""
         if self.settings.mode == "resident" or self.world.nodes.count > 1:
             return None
-        return Snapshot(folder, self.tables.rows, self.tables.whole_tables)
+        return Snapshot(folder, self.tables.rows, self.tables.full_tables)
 
     def mark(self) -> int | None:
         """See `Parallel.mark`: where rows have a store."""
         return None if self.settings.mode == "resident" else self.tables.mark(keep=1)
 
     def state_dict(self, since: int | None = None) -> dict[str, Any]:
-        """See `Parallel.state_dict`, and `whole.WholeTables.state`."""
+        """See `Parallel.state_dict`, and `whole.FullTables.state`."""
         return self.blank_state(True, since)
 
     def blank_state(self, filled: bool = False, since: int | None = None) -> dict[str, Any]:
         """See `Parallel.blank_state`."""
-        tables = self.tables.whole_tables.state(self.scratch, filled, since)
+        tables = self.tables.full_tables.state(self.scratch, filled, since)
         return {"applied_steps": torch.tensor(self.applied)} | tables | self.dense_values()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -440,7 +440,7 @@ class CachedParallel(Parallel):
         self.tables.require_unused()
         self.applied = int(state["applied_steps"])
         self.load_dense(state)
-        self.tables.whole_tables.load(state)
+        self.tables.full_tables.load(state)
 
     def summary(self) -> dict[str, Any]:
         """See `Parallel.summary`; called by all ranks."""

@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout
 from distcache.planner import loops, request_loops
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.planner.threads import ALONE
 from distcache.planner.victims import AUTO, DEFAULT, PINNED, Policy, grouped, make_ranking
 
-if TYPE_CHECKING:
-    from distcache.planner.hot_rows import HotRows
-
-Layout: TypeAlias = "RowLayout | HotRows"
+Layout: TypeAlias = RowLayout | ReplicatedRows
 """How the rows of homes are numbered."""
 
 _AHEAD = 24
@@ -216,7 +214,7 @@ class HomeDecision:
         """`slots` as other ranks are told them, int32 `[U_h]`: of a row to fetch the complement."""
         slots, fetch = (np.ascontiguousarray(of, np.int32) for of in (self.slots, self.fetch))
         told = np.empty_like(slots)
-        loops.tell_slots(slots, fetch, told)
+        loops.encode_slots(slots, fetch, told)
         return told
 
     @cached_property

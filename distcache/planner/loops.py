@@ -224,7 +224,7 @@ def fold(values: np.ndarray) -> int:
 
 
 @compiled(types.void(in4, in4, out4))
-def tell_slots(slots: np.ndarray, fetch: np.ndarray, told: np.ndarray) -> None:
+def encode_slots(slots: np.ndarray, fetch: np.ndarray, told: np.ndarray) -> None:
     """`told` (int32 `[U]`) are the `slots` (int32 `[U]`), of the rows `fetch` (int32) the
     complements."""
     for i in range(len(slots)):

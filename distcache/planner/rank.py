@@ -13,7 +13,7 @@ from distcache.errors import PlanError
 from distcache.layout import RowLayout
 from distcache.planner import request_loops as loops
 from distcache.planner.home import HomeDecision, Parts
-from distcache.planner.hot_rows import HotRows
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.planner.shard import FETCHED, ShardParts, as_tensor, shard_plan
 from distcache.planner.threads import ALONE, Threads
 from distcache.step_plan import StepPlan
@@ -97,7 +97,7 @@ class RankPlanner:
     def __init__(
         self,
         layout: RowLayout,
-        hot: HotRows | None = None,
+        hot: ReplicatedRows | None = None,
         parts: Sequence[Parts | None] = (None, None),
         threads: Threads = ALONE,
         pinned: bool = False,
@@ -235,7 +235,7 @@ class RankPlanner:
         else:
             _joined([part.told for part in parts], out=slots)
             fetch = np.empty(len(fetched), np.int32)
-            loops.untell(slots, fetch, missing, fetched)
+            loops.decode_slots(slots, fetch, missing, fetched)
         if sharded is not None:
             missing[total:] = (sharded.joined & FETCHED) != 0
         missed = self.occurrences(request, touched, missing, positions, order)

@@ -415,7 +415,9 @@ def order_ids(
 
 
 @compiled(types.void(out4, out4, out1, out4))
-def untell(slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray) -> None:
+def decode_slots(
+    slots: np.ndarray, fetch: np.ndarray, missing: np.ndarray, fetched: np.ndarray
+) -> None:
     """Make of `slots` as homes tell them (`HomeDecision.told`), int32 `[U]`, what they are. Those
     of rows to fetch go to `fetched` (int32 `[m]`), the rows to `fetch` (int32 `[m]`), and a one to
     `missing` (uint8) for each."""

@@ -543,7 +543,7 @@ class RowStore:
         """Views, in original ids, of table `index` of the layout: `[rows, D]`, `[rows, S]` or None.
 
         On one node only: PlanError on several, where no store has a whole table
-        (`engine.whole` brings its rows together).
+        (`engine.full_tables` brings its rows together).
         """
         if not self.part.is_whole:
             raise PlanError(

@@ -30,8 +30,8 @@ from distcache.checkpoint.saver import Keeping
 from distcache.checkpoint.weights import checkpoint_values
 from distcache.checkpoint.writer import BlockSavePlanner
 from distcache.comm.world import World, close_world
+from distcache.engine.full_tables import ChangedRows
 from distcache.engine.groups import Placement
-from distcache.engine.whole import ChangedRows
 from distcache.errors import DataError
 from distcache.parallel.base import Step, StepResult
 from distcache.parallel.cached import CachedSettings
@@ -297,7 +297,7 @@ def test_tables_of_which_nothing_changed_have_nothing(world: World) -> None:
     assert not [name for name in mode.state_dict(number) if "tables." in name]
     assert [name for name in mode.state_dict() if "tables." in name]
     parts = [(0, slice(0, 8), torch.ones(CASE.tables[0].rows, 8))]
-    mode.tables.whole_tables.replace(parts, is_state=True)
+    mode.tables.full_tables.replace(parts, is_state=True)
     assert {name for name in mode.state_dict(number) if "tables." in name} == {
         f"tables.a.{name}" for name in ("weight", "exp_avg", "exp_avg_sq")
     }

@@ -26,7 +26,7 @@ from toy_parallel import ToyParallel, ToySource, toy_run
 from distcache.checkpoint.manifest import BlockFile, Manifest
 from distcache.comm.rendezvous import cause_of
 from distcache.comm.world import close_world, open_world
-from distcache.engine.whole import Snapshot
+from distcache.engine.full_tables import Snapshot
 from distcache.errors import ConfigError, DataError
 
 PROGRAM = ("-m", "distcache.train")

@@ -36,7 +36,7 @@ from distcache.cache import StagingRing
 from distcache.comm.link import Link
 from distcache.engine import gradients
 from distcache.engine.groups import Placement
-from distcache.engine.movement import Mover
+from distcache.engine.movement import RowMover
 from distcache.engine.pipeline import StepStream
 from distcache.parallel.cached import CachedSettings
 from distcache.store.rows import DirectRows
@@ -146,9 +146,9 @@ def lacks(of: Any, method: str, does: Callable = nothing) -> Callable[[], Any]:
 @contextmanager
 def unsettled() -> Iterator[None]:
     """On one rank exchanges of gradients do not wait for rows that move, which come after them."""
-    issue, settle, at_sums = Mover.issue, StepStream.wait_until_issued, Event()
+    issue, settle, at_sums = RowMover.issue, StepStream.wait_until_issued, Event()
 
-    def late(self: Mover, *given: Any) -> None:
+    def late(self: RowMover, *given: Any) -> None:
         if self._link.world.rank:
             at_sums.wait(0.2)  # of the first steps none comes before their rows
             at_sums.clear()
@@ -158,7 +158,10 @@ def unsettled() -> Iterator[None]:
     def settled(self: StepStream) -> Any:
         return at_sums.set() if self._world.rank else settle(self)
 
-    with patch.object(Mover, "issue", late), patch.object(StepStream, "wait_until_issued", settled):
+    with (
+        patch.object(RowMover, "issue", late),
+        patch.object(StepStream, "wait_until_issued", settled),
+    ):
         yield
 
 

@@ -28,7 +28,7 @@ from distcache.cache import DeviceCache
 from distcache.comm.world import close_world, open_world
 from distcache.engine.gradients import DenseGradients
 from distcache.engine.groups import Placement
-from distcache.engine.movement import Mover
+from distcache.engine.movement import RowMover
 from distcache.engine.pipeline import SWITCH_S
 from distcache.engine.step import StepContext
 from distcache.layout import RowKind
@@ -146,16 +146,16 @@ def handed_over(call: dict[str, Any]) -> list[bool]:
     """Of each index tensor that movement sends for the rows of a step, whether its memory is among
     what the training stream is told of; `empty`: where one rank has no ids."""
     case = replace(case_of("adagrad"), steps=8, empty_ranks=call["empty"])
-    world, found, send = open_world("cuda", "gloo", 60), list[bool](), Mover._send
+    world, found, send = open_world("cuda", "gloo", 60), list[bool](), RowMover._send
 
-    def sent(mover: Mover, context: StepContext) -> None:
+    def sent(mover: RowMover, context: StepContext) -> None:
         send(mover, context)
         made = {id(tensor.memory) for tensor in context.made}
         for at in context.where:
             for tensor in (at.slots, at.fetch_slots, at.touched_rows, at.source_rows):
                 found.append(id(tensor.memory) in made)
 
-    with patch.object(Mover, "_send", sent):
+    with patch.object(RowMover, "_send", sent):
         mode = make_mode(world, case, CachedSettings("data", (280,), 2, 1))
         for step in mode.stream(case.batch(s, world.rank, 2) for s in range(case.steps)):
             mode.train_step(step)

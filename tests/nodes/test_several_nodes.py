@@ -41,7 +41,7 @@ from distcache import lookahead
 from distcache.checkpoint import files as checkpoint_files
 from distcache.checkpoint.state import TrainerState
 from distcache.comm.world import Nodes, World, close_world
-from distcache.engine import whole
+from distcache.engine import full_tables
 from distcache.engine.groups import Placement, TableGroup, make_groups
 from distcache.errors import ConfigError, DistcacheError, MemoryTooSmallError, PlanError
 from distcache.optim import row_update
@@ -309,7 +309,7 @@ def too_large(rank: int, size: int) -> str:
 
 def test_copies_of_whole_tables_must_fit_a_node() -> None:
     for message in run_ranks(too_large, 2):
-        assert "a copy of table 't0'" in message and whole._WAY_OUT in message
+        assert "a copy of table 't0'" in message and full_tables._WAY_OUT in message
 
 
 MANY = (*TABLES, table("d", 1))
@@ -341,7 +341,7 @@ def part_of_run(
 
 def wander(rank: int, size: int, home: str, way: list[tuple[int, ...]], popular: bool) -> list:
     """The scenario in as many parts as `way` has nodes, each on other nodes than the one before."""
-    whole.BLOCK_BYTES = 3 << 10  # several blocks of each table
+    full_tables.BLOCK_BYTES = 3 << 10  # several blocks of each table
     found, source = [], None
     cuts = np.linspace(0, SAVED.steps, len(way) + 1, dtype=int)
     for at, sizes in enumerate(way):
@@ -406,15 +406,15 @@ def test_folders_that_nodes_do_not_share_are_refused(tmp_path: Path) -> None:
 
 
 def test_temporary_files_are_unnamed_and_a_full_disk_says_so(tmp_path, monkeypatch) -> None:
-    part = whole.disk_zeros((1000, 4), torch.float64, tmp_path)
+    part = full_tables.disk_zeros((1000, 4), torch.float64, tmp_path)
     assert part.shape == (1000, 4) and part.dtype == torch.float64 and not part.any()
     part[999, 3] = 1
     assert list(tmp_path.iterdir()) == [] and part.sum() == 1
-    assert whole.disk_zeros((0, 4), torch.float32, tmp_path).shape == (0, 4)
+    assert full_tables.disk_zeros((0, 4), torch.float32, tmp_path).shape == (0, 4)
 
     def full(fd: int, start: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(DistcacheError, match=r"No space left.*make room there"):
-        whole.disk_zeros((1000, 4), torch.float64, tmp_path)
+        full_tables.disk_zeros((1000, 4), torch.float64, tmp_path)

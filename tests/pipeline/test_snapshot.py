@@ -17,8 +17,8 @@ from scenarios import OPTIMIZERS, Scenario, make_mode
 from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
+from distcache.engine.full_tables import Snapshot
 from distcache.engine.groups import Placement
-from distcache.engine.whole import Snapshot
 from distcache.parallel.cached import CachedSettings
 from distcache.store import old_rows
 
@@ -70,7 +70,7 @@ def train_and_read(
     mode.flush()
     views = {name: v for name, v in mode.state_dict().items() if name.startswith("tables.")}
     before = {name: value.clone() for name, value in views.items()}
-    snapshot = Snapshot(Path(folder), mode.tables.rows, mode.tables.whole_tables)
+    snapshot = Snapshot(Path(folder), mode.tables.rows, mode.tables.full_tables)
     dist.barrier(group=world.host_group)
     beside, begun = Beside(snapshot, views), mode.summary()["rows_written_back"]
     train(BEGIN, STEPS)
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_the_snapshot_and_nothing_else(tmp_path: Path, world: W
     case = Scenario(TABLES, steps=3)
     mode = make_mode(world, case, CachedSettings("data", (216, 12), 2, 1))
     (tmp_path / "gone").mkdir()
-    snapshot = Snapshot(tmp_path / "gone", mode.tables.rows, mode.tables.whole_tables)
+    snapshot = Snapshot(tmp_path / "gone", mode.tables.rows, mode.tables.full_tables)
     (tmp_path / "gone").rmdir()
     store = mode.tables.rows[0].store
     before = store.weight.clone()
@@ -131,7 +131,7 @@ def test_a_row_is_kept_once_and_a_record_that_is_cut_speaks_of_rows_that_stand(
     monkeypatch.setattr(old_rows, "PIECE_ROWS", 1)
     case = Scenario(TABLES, steps=1)
     mode = make_mode(world, case, CachedSettings("data", (216, 12), 2, 1))
-    whole, rows = mode.tables.whole_tables, mode.tables.rows[0]
+    whole, rows = mode.tables.full_tables, mode.tables.rows[0]
     snapshot = Snapshot(tmp_path, mode.tables.rows, whole)
     old, store = rows.old, rows.store
     before = store.weight.clone()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from distcache.comm.world import World, close_world, open_world
 from distcache.data.batch import Batch
-from distcache.engine.exchange import Part, Status, Told
+from distcache.engine.exchange import ExchangeReply, Part, Status
 from distcache.engine.pipeline import SWITCH_S, quick_switches
 from distcache.engine.planning import Talk
 from distcache.errors import PeerError
@@ -388,7 +388,7 @@ def test_a_thread_beside_the_planner_reads_while_it_plans(world, count) -> None:
     source, exchange = Watched(batches(world, range(STEPS))), mode.tables.planner._exchange
     plain, beside = exchange.exchange, []
 
-    def exchanged(asking: Part | None, deciding: Part | None = None) -> Told:
+    def exchanged(asking: Part | None, deciding: Part | None = None) -> ExchangeReply:
         if asking is not None and asking.context is not None:
             with source.more:  # until the batch after this one is being read
                 more = source.more.wait_for(
@@ -424,7 +424,7 @@ def talk(world: World) -> tuple:
     planner, begun, names, beside = mode.tables.planner, list[int](), set[str](), list[bool]()
     plain_exchange, plain_taking = planner._exchange.exchange, planner._taken_in
 
-    def exchanged(asking: Part | None, deciding: Part | None) -> Told:
+    def exchanged(asking: Part | None, deciding: Part | None) -> ExchangeReply:
         names.add(threading.current_thread().name)
         with more:
             begun.extend([asking.step] if asking else [])

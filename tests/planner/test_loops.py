@@ -21,8 +21,8 @@ from distcache.errors import PlanError, StepTooLargeError
 from distcache.layout import RowLayout, TableSpec
 from distcache.planner import loops, request_loops
 from distcache.planner.home import HomeDecision, HomePlanner, Parts
-from distcache.planner.hot_rows import HotRows
 from distcache.planner.rank import HomePart, RankPlanner, one_piece
+from distcache.planner.replicated_rows import ReplicatedRows
 from distcache.planner.threads import Threads
 from distcache.planner.victims import ByCount
 
@@ -170,7 +170,7 @@ def test_slots_that_a_home_tells_have_what_is_fetched(rows: list[tuple[int, bool
     def untold() -> list[list[int]]:
         outs = told.copy(), np.full(len(fetch), -1, np.int32), np.zeros(len(slots), np.uint8)
         fetched = np.full(len(fetch), -1, np.int32)
-        request_loops.untell(*outs, fetched)
+        request_loops.decode_slots(*outs, fetched)
         return [out.tolist() for out in (*outs, fetched)]
 
     missing, fetched = np.zeros(len(slots), np.uint8), np.empty(len(fetch), np.int32)
@@ -265,7 +265,7 @@ def test_hot_rows(hot: set[int], first: int, stride: int, values: list[int]) -> 
     known = first + stride * np.array(sorted(hot), np.int64)
     rows = np.concatenate([first + stride * np.array(values, np.int64), np.array(values, np.int64)])
     rows = np.concatenate([rows, known, known + 1, [0, first + 91 * stride, 2**62]])
-    own = HotRows(make_layout(1, 1), known)
+    own = ReplicatedRows(make_layout(1, 1), known)
     found, (known, _, *where) = own.find(rows), own.known
     assert by_all(lambda: [request_loops.find_row(row, known, *where) for row in rows]) == [*found]
     place = {row: index for index, row in enumerate(known.tolist())}

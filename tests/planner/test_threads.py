@@ -106,7 +106,7 @@ def test_no_more_threads_are_woken_than_there_are_calls(reading, calls, woken) -
     those that the planner shares with."""
     asked: list[int] = []
 
-    class Told(SimpleQueue):
+    class ExchangeReply(SimpleQueue):
         """A queue that says whose it is when it is put to."""
 
         def __init__(self, number: int) -> None:
@@ -117,7 +117,7 @@ def test_no_more_threads_are_woken_than_there_are_calls(reading, calls, woken) -
 
     with several(4) as threads:
         first = threading.current_thread() if reading else threads._threads[0]
-        every, queues = [first, *threads._threads[1:]], map(Told, (1, 2, 3))
+        every, queues = [first, *threads._threads[1:]], map(ExchangeReply, (1, 2, 3))
         threads._others = list(zip(every, queues, strict=True))
         assert threads.each(abs, [(-n,) for n in range(calls)]) == list(range(calls))
     assert asked == woken

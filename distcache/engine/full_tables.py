@@ -163,7 +163,7 @@ _WAY_OUT = (
 )
 
 
-class WholeTables:
+class FullTables:
     """Whole tables, where nothing is newer in the cache; every method is called by all ranks, but
     for what says otherwise."""
 
@@ -526,7 +526,7 @@ class Snapshot:
     waits for whoever reads.
     """
 
-    def __init__(self, folder: Path, groups: Sequence[GroupRows], whole: WholeTables) -> None:
+    def __init__(self, folder: Path, groups: Sequence[GroupRows], whole: FullTables) -> None:
         self._folder, self._whole, self._groups = folder, whole, list(groups)
         self.hurry = threading.Event()
         for at, rows in enumerate(self._groups):
@@ -534,7 +534,7 @@ class Snapshot:
                 rows.old = OldRows(folder, at, rows.link.world.rank, rows.store)
 
     def block(self, name: str, ids: np.ndarray, now: Tensor) -> Tensor:
-        """Rows `ids`, int64 `[m]`, ascending, of the value `name` of `WholeTables.state`, as they
+        """Rows `ids`, int64 `[m]`, ascending, of the value `name` of `FullTables.state`, as they
         were; `now`: as they are, `[m, columns]`, a view of the store, or read just before."""
         group, first, state, columns = self._whole.source(name)
         store = self._groups[group].store

@@ -8,7 +8,7 @@ from distcache.layout import RowLayout
 from distcache.planner.victims import grouped
 
 
-class HotRows:
+class ReplicatedRows:
     """Rows, int64 `[K]`, ascending, and where to look for one among them (20 K to 36 K bytes); as a
     planner's layout, whose index then takes memory for these rows alone.
 
