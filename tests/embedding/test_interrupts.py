@@ -82,7 +82,11 @@ def interrupted(ahead: bool, part: str, point: int) -> tuple[int, bool, dict[str
 def test_a_loop_goes_on_after_a_ctrl_c_anywhere_in(part: str, ahead: bool) -> None:
     calls, _, expected = interrupted(ahead, part, -1)
     assert calls > POINTS
+    interruptions = 0
     for point in range(1, calls + 1, -(-calls // POINTS)):
-        _, is_interrupted, found = interrupted(ahead, part, point)
-        assert is_interrupted
+        reached, is_interrupted, found = interrupted(ahead, part, point)
+        # A run that waits less for the planner makes fewer calls, and may not come to the point.
+        assert is_interrupted == (reached >= point)
         assert_same(found, expected)
+        interruptions += is_interrupted
+    assert interruptions > POINTS // 2
