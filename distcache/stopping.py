@@ -116,7 +116,8 @@ class DelayedInterrupt:
     def __enter__(self) -> DelayedInterrupt:
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
-            if callable(before):
+            # That of a StopRequest only takes note of a first signal.
+            if callable(before) and not _active:
                 self._before = before
                 signal.signal(signal.SIGINT, self._handle)
         return self

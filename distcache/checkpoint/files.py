@@ -289,7 +289,7 @@ def _intact_neighbor(folder: Path) -> Path | None:
     for other in find_checkpoints(folder.resolve().parent):
         if other.name == folder.name:
             continue
-        with suppress(DataError):
+        with suppress(DataError, ConfigError):
             manifest = Manifest.read(other)
             manifest.verify(other)
             if manifest.base is not None:

@@ -19,7 +19,7 @@ from distcache.comm.link import run_on_rank0
 from distcache.comm.world import World
 from distcache.engine.full_tables import Snapshot
 from distcache.engine.gradients import BUSY, SAVE
-from distcache.errors import DataError, DistcacheError, PeerError
+from distcache.errors import ConfigError, DataError, DistcacheError, PeerError
 from distcache.parallel.base import Parallel
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class Saver(AbstractContextManager):
         base_folder, mark = self._base
 
         def describe() -> dict[str, Any]:
-            with suppress(DataError):  # somebody may have removed it
+            with suppress(DataError, ConfigError):  # somebody may have removed it
                 crc32 = Manifest.read(base_folder).crc32
                 return {"base": {"folder": base_folder.name, "crc32": crc32}}
             return {}
@@ -272,7 +272,7 @@ def best_of(folder: Path, name: str | None) -> tuple[float | None, Path | None]:
     best: float | None = None
     best_folder: Path | None = None
     for checkpoint in files.find_checkpoints(folder) if name is not None else ():
-        with suppress(DataError):
+        with suppress(DataError, ConfigError):
             value = Manifest.read(checkpoint).header.get("metrics", {}).get(name)
             if value is not None and _is_better(name, value, best):
                 best = value
@@ -291,7 +291,7 @@ def prune(folder: Path, keeping: Keeping) -> None:
     for checkpoint in files.find_checkpoints(folder):
         if count < keeping.newest or checkpoint in kept:
             kept.add(checkpoint)
-            with suppress(DataError):  # an unreadable one is not counted
+            with suppress(DataError, ConfigError):  # an unreadable one is not counted
                 kept.add(rests_on(checkpoint))
                 Manifest.read(checkpoint)
                 count += 1

@@ -235,22 +235,21 @@ def name_positional(arguments: Sequence[str], schema: type) -> list[str]:
     word is a value of the positional key of `schema`. Raises ConfigError where there is none, and
     for several values of a key that is no list.
     """
-    words = [
-        text
-        for text in get_args_parser().parse_args(list(arguments)).overrides
-        if "=" not in text and not text.startswith(("+", "~"))
-    ]
     own_keys = keys.own_keys(schema)
     positional = next((f.name for f in fields(schema) if f.metadata.get("positional")), None)
     values: dict[str, list[str]] = {}
-    pending = iter(words)
+    words: list[str] = []
+    pending = iter(get_args_parser().parse_args(list(arguments)).overrides)
     for word in pending:
+        if "=" in word or word.startswith(("+", "~")):
+            continue
         key = word if word in own_keys else positional
         value = next(pending, None) if word in own_keys else word
         if key is None or value is None:
             hint = f"give a value, {word}=..." if key else "give key=value; --help shows the keys"
             raise ConfigError(f"{word}: this is no key=value: {hint}")
         values.setdefault(key, []).append(value)
+        words += [word] if value is word else [word, value]
     for key, given in values.items():
         several = len(given) > 1 and key not in keys.list_keys(schema)
         refuse_if(several, f"{' '.join(given)}: give one {key}")

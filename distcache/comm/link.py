@@ -294,6 +294,8 @@ class Link:
         self.world, self.group, self.counters, self.name = world, group, counters, name
         self._on_host = world.size == 1 or dist.get_backend(group) == "gloo"
         self._staged = world.device.type == "cuda" and self._on_host
+        self._unfinished = ""
+        """The collective that this rank has left while others may still be in it."""
 
     def start_all_to_all(
         self,
@@ -414,9 +416,16 @@ class Link:
     ) -> Callable[[], Tensor]:
         """Start a collective that fills `out`; call it to wait, on the host (gloo) or the stream
         (NCCL), for `out` on `device`."""
+        if self._unfinished:
+            # gloo would match this one with the messages of that one, and end the process.
+            raise PeerError(
+                f"{self.name}: {what} cannot begin, because rank {self.world.rank} left "
+                f"{self._unfinished} after an error: end all ranks and start them again"
+            )
         try:
             work = collective(out, *arguments, group=self.group, async_op=True)
         except RuntimeError as error:
+            self._unfinished = what
             raise Waiting(self.world, self.name, what).explain(error) from error
         return partial(self._finish, work, what, device, out)
 
@@ -430,7 +439,11 @@ class Link:
             else:
                 work.wait()
         except RuntimeError as error:
+            self._unfinished = what
             raise (waiting or Waiting(self.world, self.name, what)).explain(error) from error
+        except PeerError:
+            self._unfinished = what
+            raise
         if waiting is not None:
             waiting.over()
         return out.to(device) if self._staged else out

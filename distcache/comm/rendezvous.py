@@ -12,10 +12,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,12 +28,18 @@ from distcache.errors import ConfigError, DistcacheError, PeerError, on_all_rank
 @dataclass(frozen=True)
 class Failure:
     """A recorded failure; `secondary`: it only says that another rank failed or is missing;
-    `traceback`: where it happened, for an error that nobody raised on purpose."""
+    `traceback`: where it happened, for an error that nobody raised on purpose.
+
+    `position`: steps of the collection before the call that failed, None outside of such a call.
+    `is_superseded`: the rank caught the error and has entered another call since.
+    """
 
     rank: int
     text: str
     secondary: bool
     traceback: str = ""
+    position: int | None = None
+    is_superseded: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -49,19 +54,20 @@ class Failure:
         return told + self.text
 
 
-def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> str | None:
-    """Record that `rank` failed with `error`; records keep the order in which they were made.
+def record_failure(store: dist.Store | None, rank: int, error: BaseException) -> None:
+    """Record that `rank` failed with `error`; records keep the order in which they were made."""
+    _write_failure(store, Failure.of(rank, error))
 
-    Return the key of the record; None without a store, or where it has gone.
-    """
+
+def _write_failure(store: dist.Store | None, failure: Failure, key: str | None = None) -> str:
+    """Write a failure over the record `key`, or as a new one; return the key, "" if that fails."""
     if store is None:
-        return None
+        return ""
     with suppress(RuntimeError, dist.DistError):  # it died with its server: nobody is left to tell
-        record = json.dumps(asdict(Failure.of(rank, error)))
-        key = f"failure/{store.add('failure/count', 1)}"
-        store.set(key, record)
+        key = key or f"failure/{store.add('failure/count', 1)}"
+        store.set(key, json.dumps(asdict(failure)))
         return key
-    return None
+    return ""
 
 
 class ErrorReports:
@@ -71,48 +77,91 @@ class ErrorReports:
     that leaves it on this rank is recorded in the job's store, where the other ranks look while
     they wait, so that they raise PeerError within seconds. An error that all ranks raise at the
     same point (`errors.on_all_ranks`) is not recorded. distcache's own errors get a title.
+
+    A caller may catch the error and go on. A rank that enters another call supersedes its records,
+    so that a later wait does not end with an error of the past. In the middle of a training step
+    the others still wait for the call that failed, so the records stay until a step is complete.
     """
 
     _alive: ClassVar[weakref.WeakSet[ErrorReports]] = weakref.WeakSet()
     """Those of all collections and runs of this process, each of which has a store of its own."""
+    _entries: ClassVar[int] = 0
+    """Calls entered after an error: an exception that passes nested calls is recorded once."""
+    _is_pending: ClassVar[bool] = False
+    """True if there are records that the next call supersedes."""
 
-    def __init__(self, store: dist.Store | None, rank: int, title: str = "") -> None:
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        title: str = "",
+        is_mid_step: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`store`: of the ranks that wait; None for one rank alone. `title`: the module whose
-        calls these are, with which its errors begin."""
+        calls these are, with which its errors begin. `is_mid_step`: whether a training step is
+        open."""
         self._store = store
         self._title = title
         self._rank = rank
-        self._keys: list[str] = []
+        self._is_mid_step = is_mid_step
+        self._records: dict[str, Failure] = {}
+        self.position = 0
+        """Steps that all ranks have opened together."""
         ErrorReports._alive.add(self)
 
     def __enter__(self) -> ErrorReports:
+        self.enter_call()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, DistcacheError) and self._title:
             error.name_module(self._title)
-        if isinstance(error, Exception) and not getattr(error, "is_on_all_ranks", False):
+        if isinstance(error, _REPORTED) and not getattr(error, "is_on_all_ranks", False):
             self.add(error)
 
     @classmethod
     def add(cls, error: BaseException) -> None:
         """Report `error` to all ranks that may wait for this process, in whichever collection."""
+        if getattr(error, "reported_at", None) == cls._entries:
+            return
+        with suppress(AttributeError):  # a class with __slots__; a record too many is harmless
+            error.reported_at = cls._entries  # type: ignore[attr-defined]
+        alive = list(cls._alive)
+        for reports in alive:
+            failure = replace(Failure.of(reports._rank, error), position=reports.position)
+            if key := _write_failure(reports._store, failure):
+                reports._records[key] = failure
+        cls._is_pending = not any(reports._is_mid_step() for reports in alive)
+
+    @classmethod
+    def enter_call(cls) -> None:
+        """Supersede this rank's records: it has caught the error, and is in another call now."""
+        if not cls._is_pending:
+            return
+        cls._is_pending = False
+        cls._entries += 1
         for reports in list(cls._alive):
-            key = record_failure(reports._store, reports._rank, error)
-            if key is not None:
-                reports._keys.append(key)
+            for key, failure in reports._records.items():
+                failure = replace(failure, is_superseded=True)
+                _write_failure(reports._store, failure, key)
 
-    def withdraw(self) -> None:
-        """Remove this rank's reports, once it has finished a step together with all others.
+    @classmethod
+    def withdraw(cls) -> None:
+        """Remove this rank's records, once it has finished a step together with all others."""
+        for reports in list(cls._alive):
+            if not reports._records:
+                continue
+            cls._entries += 1
+            cls._is_pending = False
+            for key in reports._records:
+                with suppress(RuntimeError, dist.DistError):
+                    # Deleted between another rank's `check` and `get`, it would block that rank.
+                    reports._store.set(key, "")
+            reports._records.clear()
 
-        The caller of a failed call has caught the error and gone on, and so have the other ranks:
-        a later wait that takes long must not end with an error of the past.
-        """
-        while self._keys:
-            key = self._keys.pop()
-            with suppress(RuntimeError, dist.DistError):
-                # Deleted between another rank's `check` and `get`, it would block that rank.
-                self._store.set(key, "")
+
+_REPORTED = (Exception, KeyboardInterrupt, SystemExit)
+"""Exceptions after which the other ranks wait in vain."""
 
 
 def recorded_failures(store: dist.Store | None) -> list[Failure] | None:
@@ -132,16 +181,14 @@ def recorded_failures(store: dist.Store | None) -> list[Failure] | None:
 def failure_of_others(store: dist.Store | None, rank: int) -> Failure | None:
     """Return the first failure of another rank than `rank`, a cause before its consequences.
 
-    Ranks that are refused the same call report it each, and nobody waits. Callers may go on after
-    that, so as many causes of every other rank are skipped as `rank` has reported itself.
+    Superseded failures are skipped. So are those of a call that `rank` was refused as well: each
+    rank reports it, nobody waits, and their callers may go on.
     """
-    found = recorded_failures(store) or []
-    own_causes = sum(failure.rank == rank and not failure.secondary for failure in found)
-    causes: Counter[int] = Counter()
-    for failure in found:
-        causes[failure.rank] += not failure.secondary
-        is_cause_of_all = not failure.secondary and causes[failure.rank] <= own_causes
-        if failure.rank != rank and not is_cause_of_all:
+    failures = recorded_failures(store) or []
+    refused = {failure.position for failure in failures if failure.rank == rank} - {None}
+    for failure in failures:
+        is_shared = not failure.secondary and failure.position in refused
+        if failure.rank != rank and not failure.is_superseded and not is_shared:
             return failure
     return None
 

@@ -9,6 +9,7 @@ import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from decimal import Decimal
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -166,14 +167,14 @@ def byte_count(key: str, text: str) -> int:
     """Return the bytes of a size: kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB, or
     k, m, g and t alone, of 1024. Raises ConfigError."""
     match = re.fullmatch(
-        r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d+))?\s*(?:([kmgt])(i?b)?|b)?", text.strip().lower()
+        r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))?\s*(?:([kmgt])(i?b)?|b)?", text.strip().lower()
     )
     if match is None:
         raise ConfigError(f"{key}={text}: give bytes, such as 4000000000, 512MiB or 2GB")
     mantissa, exponent, prefix, suffix = match.groups()
     unit = 1000 if suffix == "b" else 1024
     power = "kmgt".index(prefix) + 1 if prefix else 0
-    return int(float(f"{mantissa}e{exponent or 0}") * unit**power)
+    return int(Decimal(f"{mantissa}e{exponent or 0}") * unit**power)
 
 
 def read_units(name: str, section: Any) -> None:

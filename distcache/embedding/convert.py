@@ -19,14 +19,13 @@ from distcache.embedding.plain import CachedEmbedding, CachedEmbeddingBag, Cache
 from distcache.embedding.settings import concrete_device
 from distcache.embedding.step import CollectionTables
 from distcache.errors import ConfigError, MemoryTooSmallError
+from distcache.layout import HALVES
 from distcache.store.memory import describe_bytes, require_memory
 
 log = logging.getLogger(__name__)
 
 _META = torch.device("meta")
 """Device of stock modules before they get their tables, so that nothing is allocated or drawn."""
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 _REMEDY = (
     "each rank gets whole tables of its own: convert the model in a single process, where "
@@ -317,7 +316,7 @@ def _check_collection(module: CachedCollection, dtype: torch.dtype | None) -> No
             "float32: give dtype=torch.float32 to round the tables"
         )
     is_weighted = isinstance(module, CachedEmbeddingBagCollection) and module.is_weighted()
-    halves = [spec.name for spec in module._config.lookups.specs if spec.dtype in _HALVES]
+    halves = [spec.name for spec in module._config.lookups.specs if spec.dtype in HALVES]
     if dtype is None and is_weighted and halves:
         raise ConfigError(
             f"to_torchrec: the tables {', '.join(halves)} are in half precision, and TorchRec's "

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcache.comm.rendezvous import barrier
+from distcache.comm.rendezvous import ErrorReports, barrier
 from distcache.comm.world import current_world, require_group
 from distcache.embedding import step
 from distcache.embedding.ids import PlainTable
@@ -194,9 +194,10 @@ class LazyTables:
     def report_errors(self) -> Iterator[None]:
         """Context manager: an exception inside is reported to the other ranks, once the tables
         are made; see `ErrorReports`."""
+        ErrorReports.enter_call()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if self.made is not None:
                 self.made.reports.__exit__(type(error), error, None)
             raise

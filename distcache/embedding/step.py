@@ -105,7 +105,7 @@ class CollectionTables:
         self.earlier, self._host = EarlierSteps(self), host_link(world)
         # Around forward, autograd's hooks and `step`, and wherever else ranks wait for each other.
         store = world.store if world.size > 1 else None
-        self.reports = ErrorReports(store, world.rank, config.title)
+        self.reports = ErrorReports(store, world.rank, config.title, self._is_training)
         self._frozen_of_all: Callable[[], Tensor] | None = None
         self._enabled = torch.ones(1, dtype=torch.bool, device=world.device)
         self._judged: list[tuple[str, tuple[int, ...], Tensor, DeviceEvent]] = []
@@ -282,6 +282,7 @@ class CollectionTables:
                 self.engine.settle(context)
             self.engine.count(context)
             self.current = OpenStep(self, context, reads, leaves, frozen)
+        self.reports.position += 1
         if self.world.size > 1:  # `_check_frozen` listens; meanwhile nobody waits
             own = torch.zeros(len(self.tables), dtype=torch.uint8)
             for table in frozen:
@@ -401,6 +402,10 @@ class CollectionTables:
         tables = ", ".join(sorted(names)) or "that other ranks update"
         return f" (tables {tables}; from the batch of rank {ranks})"
 
+    def _is_training(self) -> bool:
+        """Return True if a training step is open, in which the other ranks wait for this one."""
+        return any(step.recorded for step in self.earlier.with_open())
+
     def summed(self) -> None:
         """The current step's gradients are summed: rows may be updated inside backward."""
         if self.config.in_backward:
@@ -467,7 +472,7 @@ class CollectionTables:
         self.statistics.add(context)
         self._record(context)
         self._end(step)
-        self.reports.withdraw()  # all ranks have come here since
+        self.reports.withdraw()
 
     def _end(self, step: OpenStep) -> None:
         """The open step was applied or left out: its rows are others."""
@@ -523,8 +528,9 @@ class CollectionTables:
 
     def flush(self) -> None:
         """Bring every changed row to the store of its home's node."""
-        self._end_left()
-        self.engine.flush(self.steps)
+        with self.reports:
+            self._end_left()
+            self.engine.flush(self.steps)
         self._is_flushed = True
 
     def views(
@@ -542,7 +548,8 @@ class CollectionTables:
         """Let rank 0 see whether it is alone with what it `asked` for; see `rendezvous.barrier`."""
         world = self.world
         limit = min(ALONE_S if limit_s is None else limit_s, world.timeout_s)
-        barrier(world.store, world.rank, world.size, limit, asked, way_out)
+        with self.reports:
+            barrier(world.store, world.rank, world.size, limit, asked, way_out)
 
     def replace(self, parts: Sequence[Part], is_state: bool = False) -> None:
         """Let columns of whole tables be `parts`, see `FullTables.replace`."""

@@ -580,14 +580,19 @@ class HybridParallel(Parallel):
         weights = torch.empty(0) if self._spec.weighted else None
         offsets = torch.zeros(2 * len(names) + 1, dtype=torch.int64)
         ids = JaggedIds(names, torch.empty(0, dtype=torch.int64), offsets, weights)
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        # By module and name, because a model may assign new tensors.
+        buffers = [
+            (module, name, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # of dropout
             for _ in range(2):
                 dense = torch.zeros(2, dense_features, device=device)
                 logits = self._dmp(dense, jagged(ids, 2, device))
                 (logits * 0).sum().backward()
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for module, name, value in buffers:
+            setattr(module, name, value)
         self.counters.reset()
         self._rehearsed = True
 

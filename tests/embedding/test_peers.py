@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from ebc_cases import (
     Clicks,
     assert_same,
@@ -23,7 +25,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from distcache import lookahead
-from distcache.errors import PeerError, PlanError
+from distcache.errors import DistcacheError, PeerError
 
 LIMIT_S = 20.0
 """`timeout_s` of the collections. No rank waits that long, or its error names no cause."""
@@ -64,7 +66,7 @@ def error_of(work: Callable[[], Any]) -> str:
     """What `work` raises."""
     try:
         work()
-    except (ZeroDivisionError, PlanError, PeerError) as error:
+    except (ZeroDivisionError, DistcacheError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -191,3 +193,96 @@ def test_a_step_that_all_ranks_are_refused_leaves_the_collection_usable() -> Non
         assert "call step() after the last" in found.pop("refused")
         assert found.pop("error") == "nothing"
         assert_same(found, {name: expected[name] for name in found})
+
+
+@job
+def caught_and_gone_on(rank: int, size: int) -> dict:
+    """Errors that are caught, on one rank or on all, of two collections; then a wait of 2 s."""
+    first = cached(timeout_s=LIMIT_S)
+    second = cached(timeout_s=LIMIT_S)
+    models = [dlrm(first), dlrm(second)]
+    data = mine(rank, size, 8)
+
+    def step(batch: Clicks, pause_s: float = 0.0) -> None:
+        loss_of(models[0], batch).backward()
+        time.sleep(pause_s)
+        first.step()
+
+    step(data[0])
+    loss_of(models[1], data[0]).backward()
+    second.step()
+    refusals = [error_of(lambda: first(torch.zeros(3)))]  # on all ranks alike
+    step(data[1], pause_s=2.0 * rank)
+    step(data[2])
+    if rank == 1:
+        refusals.append(error_of(lambda: first(torch.zeros(3))))  # on this rank alone
+    step(data[3])
+    time.sleep(2.0 * rank)
+    weights = weights_of(second)
+    loss_of(models[1], data[4]).backward()
+    second.step()
+    first.close()
+    second.close()
+    return {"refusals": refusals, "tables": len(weights)}
+
+
+def test_errors_that_were_caught_end_no_later_wait() -> None:
+    for rank, found in enumerate(ranks(caught_and_gone_on)):
+        assert len(found["refusals"]) == 1 + rank and found["tables"]
+        assert all("Tensor is no KeyedJaggedTensor" in text for text in found["refusals"])
+
+
+@job
+def failed_after_an_error_of_another(rank: int, size: int) -> dict:
+    """Rank 0 catches an error of its own; later rank 1 fails, and its process stays alive."""
+    ebc = cached(timeout_s=LIMIT_S)
+    model = dlrm(ebc)
+    data = mine(rank, size, 4)
+
+    def evaluate(batch: Clicks) -> None:
+        with torch.no_grad():
+            model(batch.dense_features, batch.sparse_features)
+
+    evaluate(data[0])
+    if rank == 0:
+        error_of(lambda: ebc(torch.zeros(3)))
+    evaluate(data[1])
+    if rank == 1:
+        found = {"error": error_of(lambda: ebc(torch.zeros(3)))}
+        time.sleep(4)
+    else:
+        found = {"error": error_of(lambda: evaluate(data[2]))}
+    ebc.close()
+    return found
+
+
+def test_an_earlier_error_of_a_rank_does_not_hide_one_of_another() -> None:
+    waiting, failed = ranks(failed_after_an_error_of_another)
+    assert "Tensor is no KeyedJaggedTensor" in failed["error"]
+    assert waiting["error"].startswith("PeerError: stopped because rank 1 failed: ")
+
+
+@job
+def going_on_after_peer_error(rank: int, size: int) -> list[str]:
+    """Rank 1 is refused a batch, and both ranks go on after every error."""
+    ebc = cached(timeout_s=LIMIT_S)
+    model = dlrm(ebc)
+    data = mine(rank, size, 5)
+
+    def step(batch: Clicks) -> None:
+        loss_of(model, batch).backward()
+        ebc.step()
+
+    step(data[0])
+    if rank == 1:
+        error_of(lambda: ebc(torch.zeros(3)))
+        time.sleep(3)
+    found = [error_of(lambda batch=batch: step(batch)) for batch in data[1:]]
+    ebc.close()
+    return found
+
+
+def test_a_rank_that_left_an_exchange_begins_no_other() -> None:
+    for found in ranks(going_on_after_peer_error):
+        assert all("PeerError" in text for text in found)
+        assert "cannot begin, because rank" in found[-1]
