@@ -95,15 +95,16 @@ class ErrorReports:
         store: dist.Store | None,
         rank: int,
         title: str = "",
-        is_mid_step: Callable[[], bool] = lambda: False,
+        is_mid_step: Callable[[], bool] | None = None,
     ) -> None:
         """`store`: of the ranks that wait; None for one rank alone. `title`: the module whose
-        calls these are, with which its errors begin. `is_mid_step`: whether a training step is
-        open."""
+        calls these are, with which its errors begin. `is_mid_step`: a method that returns True if
+        a training step is open."""
         self._store = store
         self._title = title
         self._rank = rank
-        self._is_mid_step = is_mid_step
+        # Weak, because the object of the method holds this one.
+        self._is_mid_step = None if is_mid_step is None else weakref.WeakMethod(is_mid_step)
         self._records: dict[str, Failure] = {}
         self.position = 0
         """Steps that all ranks have opened together."""
@@ -131,7 +132,11 @@ class ErrorReports:
             failure = replace(Failure.of(reports._rank, error), position=reports.position)
             if key := _write_failure(reports._store, failure):
                 reports._records[key] = failure
-        cls._is_pending = not any(reports._is_mid_step() for reports in alive)
+        cls._is_pending = not any(reports._has_open_step() for reports in alive)
+
+    def _has_open_step(self) -> bool:
+        is_mid_step = self._is_mid_step and self._is_mid_step()
+        return is_mid_step is not None and is_mid_step()
 
     @classmethod
     def enter_call(cls) -> None:

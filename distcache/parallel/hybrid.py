@@ -580,19 +580,15 @@ class HybridParallel(Parallel):
         weights = torch.empty(0) if self._spec.weighted else None
         offsets = torch.zeros(2 * len(names) + 1, dtype=torch.int64)
         ids = JaggedIds(names, torch.empty(0, dtype=torch.int64), offsets, weights)
-        # By module and name, because a model may assign new tensors.
-        buffers = [
-            (module, name, buffer.clone())
-            for module in self.model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        modules = list(self.model.modules())  # a model may assign new tensors to its buffers
+        buffers = [{k: v.clone() for k, v in m.named_buffers(recurse=False)} for m in modules]
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # of dropout
             for _ in range(2):
                 dense = torch.zeros(2, dense_features, device=device)
                 logits = self._dmp(dense, jagged(ids, 2, device))
                 (logits * 0).sum().backward()
-        for module, name, value in buffers:
-            setattr(module, name, value)
+        for module, values in zip(modules, buffers, strict=True):
+            module._buffers.update(values)
         self.counters.reset()
         self._rehearsed = True
 
