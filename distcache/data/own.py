@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import re
@@ -282,6 +283,10 @@ class OwnBatches:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:  # a distributed sampler wants to know
             set_epoch(epoch)
+        if getattr(self._loader, "num_workers", 0):
+            # A forked worker would collect the garbage of this process, among it process groups
+            # whose threads it does not have, and crash.
+            gc.collect()
         self._draws = self._draws or Draws(self._loader)
         self._drawn = self._draws.states()
         self._items = _begin(self._loader, "train", epoch)
