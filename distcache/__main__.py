@@ -22,7 +22,7 @@ COMMANDS = {
     "export": "write the tables of a checkpoint as safetensors or Parquet",
     "checkpoint": "verify or show checkpoints",
 }
-"""What each command does, by its name."""
+"""Purposes of the commands, by name."""
 
 USAGE_ERROR = 2
 """Exit code of a call without a command that exists, as of argparse."""

@@ -1,6 +1,6 @@
 """Rows and homes: (table, id) <-> one row number in [0, V) per group, and the home rank of a row.
 
-Letters are those of the README's glossary. Everything here is NumPy on the CPU.
+W is the number of ranks, V the number of rows of a group. Everything here is NumPy on the CPU.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from distcache.errors import ConfigError, DistcacheError
 log = logging.getLogger("distcache.train")
 
 _OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "model", "model.old")
-"""What a run folder holds that another run must not take the place of by accident. `model` and
+"""Results in a run folder, which another run must not replace by accident. `model` and
 `model.old` are checkpoints of format 2, which is not read."""
 
 

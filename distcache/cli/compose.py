@@ -115,7 +115,7 @@ def _run_hydra(command: str, schema: type, task: Callable[[DictConfig], None]) -
 
     # Hydra prints its errors and exits, with a traceback where it did not expect them; with this
     # variable it raises them. Jobs of a sweep inherit it, which changes nothing for them.
-    given = os.environ.get(FULL_ERROR)
+    full_error = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
     # Hydra's decorator is applied here so that importing this module touches no configuration.
     start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)
@@ -126,10 +126,10 @@ def _run_hydra(command: str, schema: type, task: Callable[[DictConfig], None]) -
             raise
         raise composing_error(error, sys.argv[1:]) from error
     finally:
-        if given is None:
+        if full_error is None:
             del os.environ[FULL_ERROR]
         else:
-            os.environ[FULL_ERROR] = given
+            os.environ[FULL_ERROR] = full_error
 
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -250,13 +250,14 @@ def name_positional(arguments: Sequence[str], schema: type) -> list[str]:
             raise ConfigError(f"{word}: this is no key=value: {hint}")
         values.setdefault(key, []).append(value)
         words += [word] if value is word else [word, value]
-    for key, given in values.items():
-        several = len(given) > 1 and key not in keys.list_keys(schema)
-        refuse_if(several, f"{' '.join(given)}: give one {key}")
     rest = list(arguments)
     for word in words:
         rest.remove(word)
-    return [*rest, *(f"{key}={','.join(given)}" for key, given in values.items())]
+    for key, texts in values.items():
+        with_key = [text for text in rest if text.startswith(f"{key}=")]
+        is_twice = len(texts) > 1 and key not in keys.list_keys(schema)
+        refuse_if(is_twice or bool(with_key), f"{' '.join([*texts, *with_key])}: give one {key}")
+    return [*rest, *(f"{key}={','.join(texts)}" for key, texts in values.items())]
 
 
 def _as_hydra(text: str, schema: type) -> str:

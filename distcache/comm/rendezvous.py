@@ -84,7 +84,7 @@ class ErrorReports:
     """
 
     _alive: ClassVar[weakref.WeakSet[ErrorReports]] = weakref.WeakSet()
-    """Those of all collections and runs of this process, each of which has a store of its own."""
+    """All reports of this process. Each collection and run has its own store."""
     _entries: ClassVar[int] = 0
     """Calls entered after an error: an exception that passes nested calls is recorded once."""
     _is_pending: ClassVar[bool] = False

@@ -29,7 +29,7 @@ _ELSEWHERE = {
 }
 """What other tools call a key, and what is meant."""
 
-_WENT = {
+_REMOVED = {
     "cache.order": "numbering rows by popularity gained nothing and made plans slower",
     "analyze.memory": "every row is counted, in 8 bytes: less than its own values take",
     "reset_evicted": "TorchRec's managed collisions are not planned ahead any more",
@@ -37,7 +37,7 @@ _WENT = {
     "(trainer.planner_threads sets the threads of a run)",
     "cache.admission": "rows that leave first unless they score higher changed next to nothing",
 }
-"""Keys that were there once, and why they are not."""
+"""Removed keys and settings, with the reason or the successor."""
 
 
 def is_known(key: str, schema: type = Config) -> bool:
@@ -64,9 +64,9 @@ def no_such_key(keys: Sequence[str], schema: type = Config) -> ConfigError:
 
 def removed_key(key: str) -> ConfigError | None:
     """Return the error for a key, or setting of a collection, that was removed; None for others."""
-    if key not in _WENT:
+    if key not in _REMOVED:
         return None
-    return ConfigError(f"{key}: this key went, for {_WENT[key]}: leave it out")
+    return ConfigError(f"{key}: this key was removed ({_REMOVED[key]}): leave it out")
 
 
 def near_keys(key: str, schema: type = Config) -> list[str]:

@@ -41,8 +41,8 @@ _WIRE = np.dtype(np.int32)
 _NONE = np.empty(0, dtype=_WIRE)
 
 
-def header_type(size: int, shelves: Sequence[int]) -> np.dtype:
-    """The structured type of the header that each of `size` ranks sends to each other one.
+def header_type(shelves: Sequence[int]) -> np.dtype:
+    """The structured type of the header that each rank sends to each other one.
 
     int64 throughout: `asked` and `decided`, the `Status` of either part, with their steps (NO_STEP
     where there is none); `kind`, `index` and `samples` of the local batch; `digest`. `requests`
@@ -144,7 +144,7 @@ class PlanExchange:
         self._rank = link.world.rank
         self._groups = len(shelves)
         self._shelf_bounds = np.cumsum([0, *shelves]).tolist()
-        self._header = header_type(self._size, shelves)
+        self._header = header_type(shelves)
         self._digest = fingerprint & 0x7FFFFFFF
         self._sharded = frozenset(sharded)
 

@@ -96,8 +96,7 @@ class GroupBags:
 
 @dataclass(frozen=True)
 class Region:
-    """What is planned by itself: rows of one group that lie the same way over the ranks, and the
-    planner of this rank's home.
+    """Rows of one group that are placed alike over the ranks, with the planner of this rank's home.
 
     `group`: index; `sharded`: whether homes alone cache the rows.
     """

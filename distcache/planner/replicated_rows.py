@@ -52,5 +52,5 @@ class ReplicatedRows:
 
     @property
     def known(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Those fields of `request_loops.Homes`."""
+        """The fields of `request_loops.Homes` that describe these rows."""
         return self.rows, self._local, self._starts, self._shift

@@ -18,7 +18,8 @@ from distcache.planner.loops import PINNED
 POLICIES = ("lookahead", "lfu", "lru", "frequency", "static")
 """`lookahead`: window-Belady, then `tail`; the others look at no window."""
 
-AUTO, NONE = RESIDENT = ("auto", "none")
+AUTO = "auto"
+RESIDENT = (AUTO, "none")
 """Which tables stay cached: see `Policy.resident`."""
 
 _RESIDENT_SHARE = 8

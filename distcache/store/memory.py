@@ -147,10 +147,10 @@ def handle_of(fd: int) -> Handle:
     return f"/proc/{os.getpid()}/fd/{fd}", (info.st_dev, info.st_ino)
 
 
-def open_handle(handle: Handle, flags: int) -> int:
-    """Open the file of another process's handle; raises OSError where that is not possible."""
+def open_handle(handle: Handle) -> int:
+    """Open the file of another process's handle to read and write. Raises OSError."""
     path, file = handle
-    fd = os.open(path, flags | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     info = os.fstat(fd)
     if (info.st_dev, info.st_ino) != file:
         os.close(fd)
@@ -211,7 +211,7 @@ def _map(made: _Made | None, size: int, world: World) -> mmap.mmap:
         )
     fd = -1
     try:
-        fd = open_handle(handle, os.O_RDWR)
+        fd = open_handle(handle)
         mapping = mmap.mmap(fd, size)
     except (OSError, ValueError, OverflowError) as error:
         raise PeerError(

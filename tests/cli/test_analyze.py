@@ -200,7 +200,7 @@ def test_data_and_memory_that_are_not_there(tmp_path, monkeypatch, capsys) -> No
         ("analyze.target_hit_rate=1", "target_hit_rate=1 is a share: give a number above 0 and"),
         ("analyze.sample=1.5", "analyze.sample=1.5 is a share: give a number above 0 and at most"),
         ("analyze.sample=some", "analyze.sample=some is a share: give a number"),
-        ("analyze.memory=4g", "analyze.memory: this key went, for every row is counted"),
+        ("analyze.memory=4g", "analyze.memory: this key was removed (every row is counted"),
         ("analyze.replay=0", "analyze.replay=0 is out of range"),
         ("analyze.policies=[lru]", "analyze.policies says what simulate=true replays"),
         ("simulate=true analyze.policies=best", "policies=best is unknown: choose lookahead"),

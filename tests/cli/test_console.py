@@ -67,6 +67,7 @@ def test_argument_without_key_is_refused_where_its_key_is_not_clear() -> None:
 
     for schema, arguments, words in (
         (ExportConfig, ["runs/x", "runs/y"], "runs/x runs/y: give one resume"),
+        (ExportConfig, ["runs/x", "resume=runs/y"], "runs/x resume=runs/y: give one resume"),
         (CheckpointConfig, ["runs/x"], "runs/x: this is no key=value: give key=value"),
         (CheckpointConfig, ["verify"], "verify: this is no key=value: give a value, verify="),
     ):

@@ -172,7 +172,10 @@ TABLE = " ".join(SMALL)
         (f"{TABLE} bag_size=-1", "bag_size=-1.0: give at least 0"),
         (f"{TABLE} table_rows=[5,0,1]", "give a list of whole numbers, each at least 1"),
         (f"{TABLE} batch=0", "batch=0 is out of range"),
-        (f"{TABLE} planner_threads=2", "planner_threads: this key went, for a prediction has one"),
+        (
+            f"{TABLE} planner_threads=2",
+            "planner_threads: this key was removed (a prediction has",
+        ),
         (f"{TABLE} access=away", "access=away is unknown: choose staged or zero_copy"),
         (f"{TABLE} cache_ratio=2", "cache_ratio=2 is a share: give a number above 0 and"),
         (f"{TABLE} state=away", "state=away is unknown: choose auto, replicated or home"),

@@ -201,11 +201,11 @@ def test_a_handle_opens_its_own_file_alone() -> None:
     second = os.memfd_create("test")
     try:
         path, file = memory.handle_of(first)
-        os.close(memory.open_handle((path, file), os.O_RDWR))
+        os.close(memory.open_handle((path, file)))
         with pytest.raises(FileNotFoundError, match="another process has this id here"):
-            memory.open_handle((path, memory.handle_of(second)[1]), os.O_RDWR)
+            memory.open_handle((path, memory.handle_of(second)[1]))
         with pytest.raises(FileNotFoundError):
-            memory.open_handle((f"{path}9999", file), os.O_RDWR)
+            memory.open_handle((f"{path}9999", file))
     finally:
         os.close(first)
         os.close(second)
